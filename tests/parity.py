@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.mesh.mesh import Mesh, build
-from instep.ordered.hash import Entry, state_entries
 from instep.ordered.keys import derive
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
 from instep.step.micro_batches import MicroBatch
+from tests.state_oracle import Entry, state_entries
 
 LeafStep = Callable[[nn.Module, MicroBatch, int], None]
 """Forward and backward of one leaf in step number k."""

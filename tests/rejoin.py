@@ -31,7 +31,7 @@ from instep.ordered.hash import SharedHash
 from instep.ordered.homes import offered
 from instep.ordered.norm import clip_grad_norm_
 from instep.ordered.shards import without_ties
-from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.ordered.stored import Source, assemble, shards_from_json, shards_to_json
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
@@ -168,7 +168,7 @@ class Rejoined:
             return
         state = TrainingState(self.model, self.optimizer)
         readers = {str(i): each for i, each in enumerate(kept)}
-        rows = {place: rows_from_json(each.rows) for place, each in readers.items()}
+        rows = {place: shards_from_json(each.rows) for place, each in readers.items()}
         source = Source(assemble(rows), readers, kept[0].ties)
         restore(state, source, merged([each.options for each in kept]), kept[0].step, None)
         state.drop_others_moments()
@@ -183,7 +183,7 @@ class Rejoined:
         if not state.is_divided and self.mesh.rank:
             return None
         shards = without_ties(state.owned(), state.ties())
-        said = [rows_to_json(shard.row for shard in shards), state.ties(), state.options()]
+        said = [shards_to_json(shards), state.ties(), state.options()]
         values = {x.name: x.tensor.detach().flatten().clone() for x in shards}
         return Kept(*json.loads(canonical(said)), values, self.step, dict(self.schedule.state_dict()))
 

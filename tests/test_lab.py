@@ -10,9 +10,9 @@ from torch import nn
 
 import instep
 from instep.bench.hosts import INTERFACE, network
-from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.hierarchical_transport import HierarchicalTransport
 from tests.lab import on_each, two_hosts
+from tests.state_oracle import state_entries, state_sha256
 
 PATIENCE_S = 60
 G = 4

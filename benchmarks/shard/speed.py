@@ -33,7 +33,7 @@ from instep.bench.variants import SharedModel
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.events import LANES, PARAMETER_GATHER
-from instep.ordered.hash import state_sha256
+from instep.ordered.hash import described, state_digests
 
 HERE = Path(__file__).parent
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
@@ -145,7 +145,7 @@ def body(world: World, task: dict[str, Any]) -> dict[str, Any]:
 def weights_sha256(model: nn.Module) -> str:
     """The hash of the whole weights, of every stage. Collective."""
     whole = instep.full_state_dict(model.module if isinstance(model, instep.DataParallel) else model)
-    return state_sha256(sorted(whole.items()), 0)
+    return state_digests((described(name, x) for name, x in sorted(whole.items())), 0)[0]
 
 
 def hidden(models: dict[str, nn.Module]) -> dict[str, float]:

@@ -27,16 +27,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from instep import memory
-from instep.checkpoint import files, tensors
+from instep.checkpoint import files
 from instep.checkpoint import save as saving
 from instep.checkpoint.manifest import MAX_BYTES, Json, Manifest, canonical, parse_json, require_json
 from instep.errors import PeerLost
 from instep.mesh.peers import Peer, describe
 from instep.mesh.process_group import Group
 from instep.ordered.shards import Shard, State
+from instep.ordered.stored import ALIGN_BYTES, offsets, views
 
 EXIT_GRACE_S = 10.0
 SLICE_S = 0.2  # of a wait, between two looks whether the save goes on
@@ -221,23 +220,20 @@ class _Memory:
     """Memory for the copies of one save after the other: as much as the largest of them needed."""
 
     def __init__(self) -> None:
-        self._segment = memory.allocate(0, tensors.ALIGN_BYTES)
+        self._segment = memory.allocate(0, ALIGN_BYTES)
 
     def hold(self, shards: Sequence[Shard], beat: Callable[[], None]) -> tuple[Shard, ...]:
         """Copies of ``shards``; those of the call before are overwritten. ``beat`` is called after each."""
-        layout = [(tuple(x.tensor.shape), x.dtype) for x in shards]
-        places = tensors.views(layout, self._reserve(tensors.room(layout)))
+        tensors = [x.tensor for x in shards]
+        nbytes = offsets(x.nbytes for x in tensors)[-1]
+        if self._segment.tensor.numel() < nbytes:
+            self._segment = memory.allocate(0, ALIGN_BYTES)  # give the old one back first
+            self._segment = memory.allocate(nbytes, ALIGN_BYTES)
         copied = []
-        for x, place in zip(shards, places, strict=True):
+        for x, place in zip(shards, views(tensors, self._segment.tensor), strict=True):
             copied.append(x._replace(tensor=place.copy_(x.tensor)))
             beat()
         return tuple(copied)
-
-    def _reserve(self, nbytes: int) -> Tensor:
-        if self._segment.tensor.numel() < nbytes:
-            self._segment = memory.allocate(0, tensors.ALIGN_BYTES)  # give the old one back first
-            self._segment = memory.allocate(nbytes, tensors.ALIGN_BYTES)
-        return self._segment.tensor
 
 
 def _frozen(extra: Mapping[str, Json]) -> Mapping[str, Json]:

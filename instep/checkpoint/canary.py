@@ -31,7 +31,7 @@ from instep.errors import ContractBroken
 from instep.mesh.device import generators
 from instep.mesh.process_group import Group
 from instep.ordered.generators import seed_generator, state_of
-from instep.ordered.hash import Described, described, whole_sha256
+from instep.ordered.hash import Described, described, state_digests
 from instep.ordered.keys import derive
 from instep.shard.partition import UnitMembers, partition
 
@@ -56,7 +56,7 @@ def canary(module: nn.Module, loss_of: LossOf, *, seed: int, device: torch.devic
             loss, gradients = ParametersOnDemand(model, partial(_fill, seed), device).gradients(loss_of)
         else:
             loss, gradients = _gradients(model, loss_of, seed)
-    return whole_sha256([described("loss", loss), *gradients], 0)
+    return state_digests([described("loss", loss), *gradients], 0)[0]
 
 
 def agree_on_canary(group: Group, digest: str, recorded: str | None = None) -> None:

@@ -93,7 +93,11 @@ def publish(parent: Path, name: str, write: Callable[[Path], None], *, token: st
             sync(file)
         sync(path)
         refuse_existing(target)
-        os.rename(path, target)
+        try:
+            os.rename(path, target)
+        except OSError:
+            refuse_existing(target)  # made since by another save: not "directory not empty"
+            raise
         sync(parent, follow_links=True)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)

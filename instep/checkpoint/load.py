@@ -28,7 +28,7 @@ from instep.errors import CheckpointRejected
 from instep.mesh.agree import all_or_none, all_tell, on_first_rank, raise_on_all
 from instep.mesh.process_group import Group, alone
 from instep.ordered.hash import SharedHash
-from instep.ordered.shards import KINDS, MODEL
+from instep.ordered.shards import KINDS, MODEL, held_shape
 from instep.ordered.stored import Extent, Source, StoredTensor, stored_from_json
 
 SUFFIX = ".safetensors"
@@ -321,8 +321,8 @@ def _require_files(path: Path, stored: Mapping[str, StoredTensor], readers: Mapp
             reader = readers.get(extent.place)
             bare = name.removeprefix(reader.kind) if reader else ""
             found = reader.contents.layout.get(bare) if reader else None
-            whole = extent.last - extent.first == tensor.numel
-            expected = (tensor.shape if whole else (extent.last - extent.first,), tensor.dtype)
+            held = held_shape(tensor.shape, extent.first, extent.last, extent.box)
+            expected = held, tensor.dtype
             if found != expected:
                 raise CheckpointRejected(
                     f"{path / extent.place[:80]}: {name[:80]}: expected {expected}, got "

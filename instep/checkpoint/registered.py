@@ -35,7 +35,6 @@ from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group, alone
 from instep.ordered.homes import (
-    CountsSteps,
     JoinedOptimizers,
     Wrapped,
     homes,
@@ -156,7 +155,7 @@ class Registered:
         """How many each model has made, where its wrapper counts them."""
         return {name: counter.next_step for name, counter in self.counters().items()}
 
-    def counters(self) -> dict[str, CountsSteps]:
+    def counters(self) -> dict[str, Any]:
         """What counts the declared steps of each model, where something does."""
         found = ((name, offered(model)) for name, model in self.models.items())
         return {name: x.counter for name, x in found if isinstance(x, Wrapped) and x.counter is not None}

@@ -52,9 +52,9 @@ from instep.checkpoint.state import merged
 from instep.errors import CheckpointRejected
 from instep.mesh.agree import all_or_none, all_tell, on_first_rank
 from instep.mesh.process_group import Group
-from instep.ordered.hash import own_digests, shared_digests
-from instep.ordered.shards import KINDS, MODEL, OBJECT, Row, Shard, State, without_ties
-from instep.ordered.stored import StoredTensor, assemble, rows_from_json, rows_to_json, stored_to_json
+from instep.ordered.hash import HashTable, own_digests
+from instep.ordered.shards import KINDS, MODEL, OBJECT, Shard, State, without_ties
+from instep.ordered.stored import StoredTensor, assemble, shards_from_json, shards_to_json, stored_to_json
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -123,8 +123,10 @@ class Plan:
     """What ranks write together: the same on every rank, but for ``rank`` and its ``shards``."""
 
     rank: int
-    by_rank: tuple[tuple[Row, ...], ...]
+    by_rank: tuple[tuple[Shard, ...], ...]
     shards: tuple[Shard, ...]
+    table: HashTable
+    runs: tuple[Shard, ...]  # runs of blocks that the shards cut, in memory of their own
     options: Json
     ties: dict[str, str]
     token: str  # drawn by the first rank
@@ -145,9 +147,9 @@ class Plan:
         return assemble(
             {
                 file_of(kind, rank, self.num_ranks): [
-                    row for row in without_ties(rows, self.ties) if row.name.startswith(kind)
+                    x for x in without_ties(shards, self.ties) if x.name.startswith(kind)
                 ]
-                for rank, rows in enumerate(self.by_rank)
+                for rank, shards in enumerate(self.by_rank)
                 for kind in KINDS
             }
         )
@@ -156,9 +158,11 @@ class Plan:
         """``draft`` with what of the optimizer is no tensor."""
         return replace(draft, extra={**draft.extra, "optimizer": self.options})
 
-    def state_sha256(self, told: list[bytes], step: int) -> str:
-        """The hash of the whole state from the digests that each rank tells of its own."""
-        return shared_digests(self.by_rank, told, step)[0]
+    @property
+    def hashed(self) -> list[Shard]:
+        """The shards whose blocks this rank hashes."""
+        known = {x.name: x for x in (*self.shards, *self.runs)}
+        return [known[x.name] for x in self.table.hashed[self.rank]]
 
 
 def file_of(kind: str, rank: int, num_ranks: int) -> str:
@@ -181,8 +185,7 @@ def plan(state: State, path: Path) -> Plan:
         exists = group.rank == 0 and _prepare(path)
         own = state.owned()
         tensors.require_writable({x.name: x.tensor for x in own})
-        rows = rows_to_json(x.row for x in own)
-        said = {"rows": rows, "options": state.options(), "token": token, "exists": exists}
+        said = {"rows": shards_to_json(own), "options": state.options(), "token": token, "exists": exists}
         return own, json.dumps(said).encode()
 
     (own, _), everyone = all_tell(
@@ -194,10 +197,14 @@ def plan(state: State, path: Path) -> Plan:
         limit=MESSAGE_BYTES,
     )
     bodies = [parse_json(data, MESSAGE_BYTES) for data in everyone]
+    by_rank = tuple(tuple(shards_from_json(body["rows"])) for body in bodies)
+    table = HashTable(by_rank)
     made = Plan(
         rank=group.rank,
-        by_rank=tuple(tuple(rows_from_json(body["rows"])) for body in bodies),
+        by_rank=by_rank,
         shards=tuple(own),
+        table=table,
+        runs=tuple(x for x in table.complete(group, own) if x.name in table.cut),
         options=merged([body["options"] for body in bodies]),
         ties=dict(state.ties()),
         token=bodies[0]["token"],
@@ -300,12 +307,12 @@ def already_saved(
     _, everyone = all_tell(
         group,
         "the hash of what was saved before",
-        lambda: own_digests(plan.shards, beat),
+        lambda: own_digests(plan.hashed, beat),
         bytes,
         errors=(CheckpointRejected,),
         limit=MESSAGE_BYTES,
     )
-    sha256 = plan.state_sha256(everyone, draft.step)
+    sha256, _ = plan.table.digests(everyone, draft.step)
 
     def look() -> bool:
         found = is_saved(path, replace(draft, state_sha256=sha256))
@@ -330,7 +337,7 @@ def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> Manifes
         data.unlink()
     whole = replace(
         draft,
-        state_sha256=plan.state_sha256(everyone, draft.step),
+        state_sha256=plan.table.digests(everyone, draft.step)[0],
         pieces=None if plan.is_plain else stored_to_json(plan.tensors, plan.ties),
         files=records,
     )
@@ -350,7 +357,7 @@ def _write(path: Path, plan: Plan, wait: Wait) -> tuple[dict[str, FileRecord], b
             file = path / file_of(kind, plan.rank, plan.num_ranks)
             tensors.write(file, named)
             records[file.name] = FileRecord(file.stat().st_size, files.sha256(file))
-    return records, own_digests(plan.shards, wait.beat)
+    return records, own_digests(plan.hashed, wait.beat)
 
 
 def _write_and_say(path: Path, plan: Plan, wait: Wait) -> None:

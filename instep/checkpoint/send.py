@@ -13,7 +13,7 @@ import torch
 from instep.checkpoint.manifest import Json, parse_json
 from instep.mesh.process_group import Group
 from instep.ordered.shards import Shard
-from instep.ordered.stored import ALIGN_BYTES, MemoryReader, places, rows_from_json
+from instep.ordered.stored import ALIGN_BYTES, MemoryReader, places, shards_from_json, views
 
 DESCRIPTION_BYTES = 1 << 24
 
@@ -31,11 +31,10 @@ def send_shards(
     """
     said = group.all_gather_bytes(said, operation, limit=DESCRIPTION_BYTES)[root]
     body = parse_json(said, DESCRIPTION_BYTES)
-    begins, nbytes = places(rows_from_json(body["rows"]))
+    begins, nbytes = places(shards_from_json(body["rows"]))
     segment = group.allocate(nbytes, ALIGN_BYTES, torch.device("cpu")).tensor
-    reader = MemoryReader(segment, begins)
     if group.rank == root and shards:
-        lie = [reader.place(shard.name, shard.tensor) for shard in shards]
-        torch._foreach_copy_(lie, [shard.tensor for shard in shards])
+        tensors = [shard.tensor for shard in shards]
+        torch._foreach_copy_(views(tensors, segment), tensors)
     group.broadcast(segment, operation, root=root)
-    return body, reader
+    return body, MemoryReader(segment, begins)

@@ -34,7 +34,7 @@ from instep.mesh.process_group import Group, alone
 from instep.ordered.hash import SharedHash
 from instep.ordered.replicas import ranks_listed
 from instep.ordered.shards import Shard
-from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.ordered.stored import Source, assemble, shards_from_json, shards_to_json
 from instep.step.optimizer_guard import require_between_steps
 
 LOADING = "the loading of a checkpoint"
@@ -281,11 +281,11 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
             return [], b""
         source = open_source(mine.path, mine.manifest)
         shards = [
-            Shard(name, x.shape, x.dtype, 0, x.numel, source.read(name, 0, x.numel).view(x.shape), order=None)
+            Shard.whole(name, source.read(name, 0, x.numel).view(x.shape), order=None)
             for name, x in source.tensors.items()
         ]
         said = {
-            "rows": rows_to_json(shard.row for shard in shards),
+            "rows": shards_to_json(shards),
             "ties": dict(source.ties),
             "path": str(mine.path),
             "manifest": mine.manifest.to_bytes().decode(),
@@ -295,7 +295,7 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
     shards, said = all_or_none(group, "the reading of a checkpoint", read, errors=(CheckpointRejected,))
     body, reader = send_shards(group, root, shards, said, "the sending of a checkpoint")
     found = mine or Found(Path(body["path"]), parse(body["manifest"].encode(), Path(body["path"])))
-    return found, Source(assemble({"0": rows_from_json(body["rows"])}), {"0": reader}, body["ties"])
+    return found, Source(assemble({"0": shards_from_json(body["rows"])}), {"0": reader}, body["ties"])
 
 
 def _numerical(model: nn.Module) -> dict[str, Scalar]:

@@ -29,7 +29,6 @@ from instep.checkpoint.manifest import Json, require_json
 from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
 from instep.mesh.process_group import Group, alone
-from instep.ordered.hash import Entry, persistent_buffers
 from instep.ordered.homes import (
     DividedOptimizer,
     Home,
@@ -43,7 +42,7 @@ from instep.ordered.homes import (
     undivided,
     unwrapped,
 )
-from instep.ordered.shards import MODEL, OPTIMIZER, Order, Shard, owned
+from instep.ordered.shards import MODEL, OPTIMIZER, Order, Shard, held_shape, owned
 from instep.ordered.stored import Source
 
 MAX_NUMBER = 2**1023  # an integer of JSON can be longer than a float
@@ -126,7 +125,7 @@ class TrainingState:
 
     def hashed(self) -> list[Shard]:
         """Of what this rank holds, what the state's hash is over, in its order."""
-        buffers = persistent_buffers(self.module)
+        buffers = _persistent_buffers(self.module)
         return [*self._model(buffers), *self._moments(len(self._parameters) + len(buffers))]
 
     def has_values(self, shard: Shard) -> bool:
@@ -215,7 +214,7 @@ class TrainingState:
                     "expected the state of an optimizer, got none: load without an optimizer"
                 )
             self._require_optimizer(options, source.layout(OPTIMIZER))
-        buffers = persistent_buffers(self.module)
+        buffers = _persistent_buffers(self.module)
         wanted = [*self._model(buffers), *self._beside()]
         if self.optimizer is not None:
             wanted += self._moments_in(source, len(self._parameters) + len(buffers))
@@ -255,7 +254,7 @@ class TrainingState:
             for local in self.steps.locals:
                 local.state.clear()
 
-    def _model(self, buffers: Sequence[Entry]) -> Iterator[Shard]:
+    def _model(self, buffers: Sequence[tuple[str, Tensor]]) -> Iterator[Shard]:
         every = tuple(range(self.everyone.size))
         held = {id(x.parameter): x for there in self._homes for x in there.held}
         for place, (name, p) in enumerate(self._parameters.items()):
@@ -332,7 +331,8 @@ class TrainingState:
         """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
         assert there is not None
         have = holders(there, x.parameter, [there.group.rank], self.everyone)
-        return Shard(name, tuple(x.parameter.shape), value.dtype, x.first, x.last, value, have, order)
+        shape = tuple(x.parameter.shape)
+        return Shard(name, shape, value.dtype, x.first, x.last, order, None, value, have)
 
     def _holders(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of everyone that step some of ``parameter``."""
@@ -361,7 +361,7 @@ class TrainingState:
                 return
             for there in self._homes:
                 there.make_room()
-            for live in (*self._model(persistent_buffers(self.module)), *self._beside()):
+            for live in (*self._model(_persistent_buffers(self.module)), *self._beside()):
                 live.tensor.copy_(values[live.name.removeprefix(MODEL)].tensor)
             for there in self._homes:
                 if not there.resident:
@@ -473,8 +473,16 @@ def _read(source: Source, shard: Shard, firsts: Mapping[str, str]) -> Shard:
     name = shard.name
     if name.startswith(MODEL):
         name = MODEL + firsts[name.removeprefix(MODEL)]
-    flat = source.read(name, shard.first, shard.last)
-    return shard._replace(dtype=flat.dtype, tensor=flat.view(shard.shape) if shard.is_whole else flat)
+    flat = source.read(name, shard.first, shard.last, shard.box)
+    shape = held_shape(shard.shape, shard.first, shard.last, shard.box)
+    return shard._replace(dtype=flat.dtype, tensor=flat.view(shape))
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that a state dict carries, by name, in registration order."""
+    buffers = list(module.named_buffers())
+    kept = module.state_dict(keep_vars=True) if buffers else {}
+    return [(name, b) for name, b in buffers if name in kept]
 
 
 def _alone(group: Group) -> Group:

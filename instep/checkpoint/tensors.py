@@ -10,10 +10,9 @@ written. Names, shapes and dtypes are compared with what the caller expects befo
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -23,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from instep import memory
 from instep.checkpoint.files import opened
 from instep.checkpoint.manifest import parse_json
 from instep.errors import CheckpointRejected
@@ -34,7 +32,6 @@ Layout: TypeAlias = Mapping[str, tuple[Shape, torch.dtype]]
 
 MAX_HEADER_BYTES = 16 << 20  # the format allows 100 MB, more than the names of any model
 MAX_NAMES_SHOWN = 5
-ALIGN_BYTES = memory.ALIGN_BYTES["cpu"]
 
 
 @dataclass(frozen=True)
@@ -43,31 +40,6 @@ class Contents:
 
     layout: dict[str, tuple[Shape, torch.dtype]]
     ties: dict[str, str]
-
-
-def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Shape and dtype of each tensor, as :func:`read` expects them."""
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
-
-def room(layout: Iterable[tuple[Shape, torch.dtype]]) -> int:
-    """Bytes of memory that :func:`views` needs for tensors of these shapes."""
-    return sum(map(_room_of_one, layout))
-
-
-def _room_of_one(layout: tuple[Shape, torch.dtype]) -> int:
-    """A tensor's bytes, rounded up so that the next one begins on a vector boundary."""
-    shape, dtype = layout
-    return -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def views(layout: Iterable[tuple[Shape, torch.dtype]], segment: Tensor) -> Iterator[Tensor]:
-    """Tensors of these shapes inside ``segment``, flat aligned bytes, one after the other."""
-    start = 0
-    for shape, dtype in layout:
-        size = math.prod(shape) * dtype.itemsize
-        yield segment[start : start + size].view(dtype).view(shape)
-        start += _room_of_one((shape, dtype))
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:

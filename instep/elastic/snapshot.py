@@ -36,7 +36,7 @@ from torch import Tensor
 
 from instep.mesh.axes import round_up
 from instep.mesh.memory_file import MemoryFile
-from instep.ordered.stored import ALIGN_BYTES, offsets
+from instep.ordered.stored import ALIGN_BYTES, offsets, views
 from instep.shm import segment
 from instep.shm.segment import Mapping
 
@@ -147,14 +147,7 @@ class Snapshot:
         """The places of ``tensors`` in ``half``."""
         layout = [(x.dtype, x.shape) for x in tensors]
         if half not in self._views or self._views[half][0] != layout:
-            begins = offsets(x.nbytes for x in tensors)
-            self._views[half] = (
-                layout,
-                [
-                    self.bytes_of(half, begin, x.nbytes).view(x.dtype).view(x.shape)
-                    for begin, x in zip(begins, tensors, strict=True)
-                ],
-            )
+            self._views[half] = layout, views(tensors, self.bytes_of(half, 0, self.tensor_bytes))
         return self._views[half][1]
 
 
@@ -171,7 +164,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> int:
     """Room that ``tensors`` take in a half."""
-    return sum(round_up(x.nbytes, ALIGN_BYTES) for x in tensors)
+    return offsets(x.nbytes for x in tensors)[-1]
 
 
 class SnapshotInterval:

@@ -1,4 +1,4 @@
-"""What modules keep beside what every module has: numbers, containers, generators, and what is in those."""
+"""Attributes of modules beside those of every module: numbers, containers, generators, and their contents."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 # Parameters, hooks, what torch.compile has made; ``training`` is the user's to set.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-WIDTH = 100  # so many things of each container are looked at, because it may be a data set
-LIMIT = 1000  # and so many of an attribute in all, because an object may know the whole program
+WIDTH = 100  # elements looked at in each container, because it may be a data set
+LIMIT = 1000  # objects looked at in each attribute, because an object may know the whole program
 
 
 def own_attributes(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, Any]]:
-    """Of modules with their names: the name of the module, of the attribute, and its value."""
+    """The attributes of named modules: name of the module, name of the attribute, value."""
     for prefix, owner in named:
         for key, value in vars(owner).items():
             if key not in OF_EVERY_MODULE:
@@ -26,9 +26,9 @@ def own_attributes(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str
 
 
 def within(value: Any, parts: Callable[[Any], list[Any]], depth: int) -> Iterator[tuple[str, Any]]:
-    """``value`` and what is in it by ``parts``, the nearest first: where it is ("0", "3", "3.1"), and what.
+    """``value`` and its contents by ``parts``, the nearest first: place ("0", "3", "3.1") and object.
 
-    Looks so many levels deep, and at no more than ``LIMIT`` things.
+    Searches ``depth`` levels, and at most ``LIMIT`` objects.
     """
     yield "0", value
     level, seen, left = [("", value)], {id(value)}, LIMIT
@@ -46,23 +46,21 @@ def within(value: Any, parts: Callable[[Any], list[Any]], depth: int) -> Iterato
 
 
 def contents(x: Any) -> list[Any]:
-    """What a container holds, or an object that is no tensor, class or file of code, in its attributes.
+    """The elements of a container, or the attributes of an object that is no tensor, class or code.
 
-    In an order that all ranks have, so of a set nothing; and nothing of what instep itself keeps there.
+    In an order that all ranks have, so none of a set; and none of instep's own objects.
     """
-    if type(x).__module__.partition(".")[0] == "instep":
+    if type(x).__module__.partition(".")[0] == "instep" or isinstance(
+        x, Tensor | type | ModuleType | FunctionType
+    ):
         return []
-    if isinstance(x, list | tuple | deque):
-        return list(islice(x, WIDTH))
-    if isinstance(x, dict):
-        return list(islice(x.values(), WIDTH))
-    if isinstance(x, Tensor | type | ModuleType | FunctionType):
-        return []
+    if isinstance(x, list | tuple | deque | dict):
+        return list(islice(x.values() if isinstance(x, dict) else x, WIDTH))
     return list(getattr(x, "__dict__", {}).values())
 
 
 def reached(x: Any) -> list[Any]:
-    """``contents``, and what a function has at hand."""
+    """``contents``, and the objects that a function reaches."""
     return at_hand(x) or contents(x)
 
 

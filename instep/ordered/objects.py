@@ -1,4 +1,4 @@
-"""What any object's ``state_dict()`` gives, as tensors by name and JSON, and back: exactly, never pickled.
+"""Any object's ``state_dict()`` as tensors by name and JSON, and back: exactly, never pickled.
 
     {"best": inf, "betas": (0.9, 0.99), "shadow": {"w": tensor}}          of the object registered as "ema"
 
@@ -6,20 +6,19 @@
     JSON      {"best": {"$float": "inf"}, "betas": {"$tuple": [0.9, 0.99]},
                "shadow": {"w": {"$tensor": ["ema/shadow/w", "cpu"]}}}
 
-JSON knows lists, text, numbers and objects with text as keys, whose order is not kept. What else there is in
-Python becomes an object with one key that begins with ``$``. A subclass of a type would come back as the type
-alone, so it is refused, as is all that is neither data nor a tensor.
+JSON has lists, text, numbers and objects with text as keys, whose order is not kept. Other values of Python
+become an object with one key that begins with ``$``. A subclass of a type would come back as the type alone,
+so it is refused, as is anything that is neither data nor a tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,43 +27,28 @@ from instep.ordered.shards import Json
 from instep.ordered.stored import CODES
 
 MAX_LEVELS = 12  # of a state; each can take two of the JSON, and a manifest has room for 32
-MAX_VALUES = 1 << 18  # of one object, outside of tensors
-MAX_TEXT = 1 << 20
-TENSOR, ARRAY, NUMBER, FLOAT = "$tensor", "$array", "$number", "$float"
+MAX_SIZE = 1 << 18  # of one object, outside of tensors: values, and characters of text
+TENSOR, TUPLE, FLOAT = "$tensor", "$tuple", "$float"
 PLAIN = (str, int, bool, type(None))
-LISTS: dict[str, Callable[[list[Any]], Any]] = {
-    "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$Size": torch.Size,
-}
-DICTS: dict[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
-    "$dict": dict,
-    "$OrderedDict": OrderedDict,
-    "$Counter": lambda pairs: Counter(dict(pairs)),
-}
-KIND_OF_LIST: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$Size"}
-KIND_OF_DICT: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
-INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
-FLOATS = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
-NUMBERS = {kind.__name__: np.dtype(kind) for kind in (np.bool_, *INTEGERS, *FLOATS)}
+DICTS: dict[str, type[Any]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
+NAMES = {kind: name for name, kind in DICTS.items()}
 
 
 def take_apart(name: str, state: object) -> tuple[Json, dict[str, Tensor]]:
     """The JSON and the tensors of ``state``, which the object registered as ``name`` has given.
 
-    Tensors are the live ones; arrays of numpy are copied.
+    Tensors are the live ones.
 
     Raises:
         ValueError: it has something that is neither data nor a tensor, by its path and type.
     """
     parts = _Parts(name)
-    body = parts.taken(state, name, 0)
+    body = parts.take(state, name, 0)
     return body, parts.tensors
 
 
 def put_together(name: str, body: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """What ``take_apart`` was given, with ``tensors`` by their names.
+    """The state that ``take_apart`` was given, with ``tensors`` by their names.
 
     Raises:
         CheckpointRejected: ``take_apart`` did not make this.
@@ -86,100 +70,71 @@ def tensors_of(body: Json) -> Iterator[tuple[str, str]]:
     elif isinstance(body, dict):
         if set(body) == {TENSOR} and _is_reference(body[TENSOR]):
             yield body[TENSOR][0], body[TENSOR][1]
-        elif set(body) == {ARRAY} and isinstance(body[ARRAY], str):
-            yield body[ARRAY], "cpu"
         else:
             yield from chain.from_iterable(map(tensors_of, body.values()))
 
 
 class _Parts:
-    """The tensors of one object's state, as they are found on the way through it."""
+    """The tensors of one object's state, collected on the way through it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.tensors: dict[str, Tensor] = {}
-        self._num_values = 0
+        self._size = 0
 
-    def taken(self, value: object, path: str, level: int) -> Json:
-        """``value``, which lies at ``path``, as JSON."""
-        self._num_values += 1
+    def take(self, value: Any, path: str, level: int) -> Json:
+        """``value``, at ``path``, as JSON."""
+        kind = type(value)
+        self._size += len(value) if kind is str else 1
         if level > MAX_LEVELS:
             raise ValueError(
                 f"{path[:200]}: expected at most {MAX_LEVELS} levels, got more: flatten the state"
             )
-        if self._num_values > MAX_VALUES:
+        if self._size > MAX_SIZE:
             raise ValueError(
-                f"the state of {self.name!r}: expected at most {MAX_VALUES} values outside of tensors, got "
-                "more: keep long lists as a tensor, or out of state_dict()"
+                f"the state of {self.name!r}: expected at most {MAX_SIZE} values and characters outside of "
+                "tensors, got more: keep long lists as a tensor, or out of state_dict()"
             )
-        kind = type(value)
-        if kind is float:
-            return value if math.isfinite(value) else {FLOAT: str(value)}  # type: ignore[arg-type]
-        if kind in PLAIN:
-            if isinstance(value, str) and len(value) > MAX_TEXT:
-                raise ValueError(f"{path[:200]}: expected at most {MAX_TEXT} characters, got {len(value)}")
+        if kind is float and not math.isfinite(value):
+            return {FLOAT: str(value)}
+        if kind is float or kind in PLAIN:
             return value
-        if kind is list or kind in KIND_OF_LIST:
-            return self._list(value, path, level)
-        if kind in KIND_OF_DICT:
-            return self._dict(value, path, level)
+        if kind is list or kind is tuple:
+            found = [self.take(each, f"{path}/{i}", level + 1) for i, each in enumerate(value)]
+            return found if kind is list else {TUPLE: found}
+        if kind in NAMES:
+            return self._take_dict(value, path, level)
         if isinstance(value, Tensor):
-            return {TENSOR: [self._named(path, _sound(path, value)), value.device.type]}
-        if isinstance(value, np.ndarray):
-            return {ARRAY: self._named(path, _of_array(path, value))}
-        if isinstance(value, np.generic) and value.dtype.name in NUMBERS:
-            return {NUMBER: [value.dtype.name, value.tobytes().hex()]}
+            return {TENSOR: [self._keep(path, value), value.device.type]}
         raise ValueError(
             f"{path[:200]}: expected data or a tensor in state_dict(), got {kind.__module__}."
             f"{kind.__qualname__}: leave it out of the state and make it anew in load_state_dict(), or give "
             "what it holds as numbers, text, lists, dicts and tensors"
         )
 
-    def _list(self, value: Any, path: str, level: int) -> Json:
-        kind = KIND_OF_LIST.get(type(value))
-        found = [self.taken(each, f"{path}/{i}", level + 1) for i, each in enumerate(value)]
-        if isinstance(value, set | frozenset):
-            found.sort(key=repr)  # the order of a set is another in each process
-        return found if kind is None else {kind: found}
-
-    def _dict(self, value: Any, path: str, level: int) -> Json:
+    def _take_dict(self, value: dict[Any, Any], path: str, level: int) -> Json:
         found = [
-            (self.taken(key, f"{path}, a key", level + 1), self.taken(each, f"{path}/{key}", level + 1))
+            (self.take(key, f"{path}, a key", level + 1), self.take(each, f"{path}/{key}", level + 1))
             for key, each in value.items()
         ]
         keys = list(value)
         plain = type(value) is dict and all(type(key) is str and key[:1] != "$" for key in keys)
         if plain and keys == sorted(keys):
             return dict(found)
-        return {KIND_OF_DICT[type(value)]: list(chain.from_iterable(found))}
+        return {NAMES[type(value)]: list(chain.from_iterable(found))}
 
-    def _named(self, path: str, x: Tensor) -> str:
-        """The name of a tensor that lies at ``path``."""
+    def _keep(self, path: str, x: Tensor) -> str:
+        """The name of the tensor ``x`` at ``path``; ValueError if files cannot hold it."""
+        if x.layout != torch.strided or x.is_meta or x.is_quantized or x.dtype not in CODES.values():
+            what = "a meta tensor" if x.is_meta else f"{x.layout}, {x.dtype}"
+            raise ValueError(
+                f"{path[:200]}: expected a dense tensor with values of a dtype that safetensors has, got "
+                f"{what}: convert it in state_dict(), and back in load_state_dict()"
+            )
         if path in self.tensors:
             raise ValueError(f"{path[:200]}: expected one tensor there, got two: give them keys that differ")
-        self.tensors[path] = x
+        self.tensors[path] = x.detach().resolve_conj().resolve_neg()
         return path
-
-
-def _sound(path: str, x: Tensor) -> Tensor:
-    """``x``, or ValueError if files cannot hold it."""
-    if x.layout != torch.strided or x.is_meta or x.is_quantized or x.dtype not in CODES.values():
-        what = "a meta tensor" if x.is_meta else f"{x.layout}, {x.dtype}"
-        raise ValueError(
-            f"{path[:200]}: expected a dense tensor with values of a dtype that safetensors has, got {what}: "
-            "convert it in state_dict(), and back in load_state_dict()"
-        )
-    return x.detach().resolve_conj().resolve_neg()
-
-
-def _of_array(path: str, x: np.ndarray) -> Tensor:
-    try:
-        return _sound(path, torch.from_numpy(np.array(x, copy=True, order="C", subok=False)))
-    except TypeError as error:
-        raise ValueError(
-            f"{path[:200]}: expected an array of numbers, got one of {x.dtype}: convert it in state_dict(), "
-            "and back in load_state_dict()"
-        ) from error
 
 
 def _together(body: Json, tensors: Mapping[str, Tensor], level: int) -> Any:
@@ -194,27 +149,15 @@ def _together(body: Json, tensors: Mapping[str, Tensor], level: int) -> Any:
     if len(body) > 1:
         raise ValueError(f"expected one key, got {len(body)}")
     ((kind, value),) = body.items()
-    if kind in LISTS or kind in DICTS:
-        inside = _together(value, tensors, level + 1)
-        if not isinstance(inside, list):
-            raise ValueError(f"expected a list for {kind}, got {type(inside).__name__}")
-        if kind in LISTS:
-            return LISTS[kind](inside)
-        return DICTS[kind](zip(inside[::2], inside[1::2], strict=True))
-    return _value(kind, value, tensors)
-
-
-def _value(kind: str, value: Json, tensors: Mapping[str, Tensor]) -> Any:
     if kind == FLOAT and value in ("inf", "-inf", "nan"):
         return float(value)
     if kind == TENSOR and _is_reference(value):
         return tensors[value[0]]
-    if kind == ARRAY and isinstance(value, str):
-        return tensors[value].cpu().numpy()
-    if kind == NUMBER and _is_reference(value) and value[0] in NUMBERS:
-        found = np.frombuffer(bytes.fromhex(value[1]), NUMBERS[value[0]])
-        if found.size == 1:
-            return found[0]
+    if (kind == TUPLE or kind in DICTS) and isinstance(value, list):
+        inside = _together(value, tensors, level + 1)
+        if kind == TUPLE:
+            return tuple(inside)
+        return DICTS[kind](dict(zip(inside[::2], inside[1::2], strict=True)))
     raise ValueError(f"expected a value as instep writes it, got {kind[:40]} of {repr(value)[:80]}")
 
 

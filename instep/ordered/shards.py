@@ -1,23 +1,27 @@
 """Shards: which elements of which tensor of the state this rank holds, and which other ranks hold them too.
 
 Everything that training carries from step to step is a list of shards and some JSON. Hash, snapshot,
-checkpoint and comparison of replicas see these and nothing else: they never ask which class made a state, or
-how it is divided.
+checkpoint and comparison of replicas see nothing else: they never ask which class made a state, or how the
+state is divided.
 
     rank 0 holds    | weight        | bias | moment 0..1 |             holders of weight: 0, 1
     rank 1 holds    | weight        | bias |     moment 2..3 |         holders of moment 0..1: 0
-    rank 0 writes   | wei           |      | moment 0..1 |             of what several hold each writes an
-    rank 1 writes   |    ght        | bias |     moment 2..3 |         equal run of blocks, each element once
+    rank 0 writes   | wei           |      | moment 0..1 |             what several ranks hold is written in
+    rank 1 writes   |    ght        | bias |     moment 2..3 |         equal runs, each element once
 
-Edges inside a tensor lie on its canonical blocks (``instep.ordered.blocks``), so that what is formed per
-block, hashes and norms, can be formed by the rank that has it.
+A shard is a box of a tensor (start and stop per dim) and, inside the box, a flat range of elements in logical
+order. ``box=None`` is the whole tensor.
+
+    | . . . . |                        | . . a a |
+    | . . a a |    box: None           | . . a a |    box: (0, 3), (2, 4): half the columns
+    | a a a a |    elements 6 to 12    | . . a a |    elements 0 to 6 of the box
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,21 +30,23 @@ from instep.mesh.process_group import Group
 from instep.ordered.blocks import BLOCK_ELEMENTS
 
 Shape: TypeAlias = tuple[int, ...]
+Box: TypeAlias = tuple[tuple[int, int], ...]
 Order: TypeAlias = tuple[int, str]
 Json: TypeAlias = Any
 
 MODEL, OPTIMIZER, OBJECT = "model:", "optimizer:", "object:"
 KINDS = (MODEL, OPTIMIZER, OBJECT)
+ELSEWHERE = torch.empty(0, device="meta")  # the values of a shard that another rank or a file has
 
 
 class Shard(NamedTuple):
-    """Elements ``first`` to ``last`` (exclusive), in logical order, of one tensor of the state.
+    """Elements ``first`` to ``last`` (exclusive), in logical order, of ``box`` of one tensor of the state.
 
-    ``name`` begins with one of ``KINDS``; ``shape`` is that of the whole tensor. ``tensor`` is the
-    live memory: of that shape if it is all of it, else flat. ``holders`` are the ranks that hold these very
-    elements, by their place in the group that trains together. ``order`` is its place in the state's hash,
-    which each rank can tell without the others' tensors (the place of the parameter or buffer in the module,
-    and for moments the key); None: the hash is not over it.
+    ``name`` begins with one of ``KINDS``; ``shape`` is that of the whole tensor. ``order`` is the place in
+    the state's hash, which each rank knows without the other ranks' tensors (the place of the parameter or
+    buffer in the module, and for moments the key); None: not hashed. ``tensor`` is the live memory
+    (``held_shape``). ``holders`` are the ranks that hold these very elements, by their place in the group
+    that trains together.
     """
 
     name: str
@@ -48,68 +54,106 @@ class Shard(NamedTuple):
     dtype: torch.dtype
     first: int
     last: int
-    tensor: Tensor
-    holders: tuple[int, ...] = (0,)
     order: Order | None = (0, "")
+    box: Box | None = None
+    tensor: Tensor = ELSEWHERE
+    holders: tuple[int, ...] = (0,)
 
     @staticmethod
     def whole(name: str, x: Tensor, holders: tuple[int, ...] = (0,), order: Order | None = (0, "")) -> Shard:
         """All of ``x``."""
-        return Shard(name, tuple(x.shape), x.dtype, 0, x.numel(), x.detach(), holders, order)
+        return Shard(name, tuple(x.shape), x.dtype, 0, x.numel(), order, None, x.detach(), holders)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """The shard without values and holders, to compare."""
+        return self[:7]
 
     @property
     def is_whole(self) -> bool:
         return self.last - self.first == math.prod(self.shape)
 
     @property
-    def row(self) -> Row:
-        """What it is, without its values."""
-        return Row(self.name, self.shape, self.dtype, self.first, self.last, self.order)
+    def cuts_blocks(self) -> bool:
+        """Whether the shard has only a part of some canonical block of the tensor."""
+        on_edges = not self.first % BLOCK_ELEMENTS and (
+            not self.last % BLOCK_ELEMENTS or self.last == math.prod(self.shape)
+        )
+        return self.box is not None or not on_edges
 
     @property
-    def first_block(self) -> int:
-        return self.first // BLOCK_ELEMENTS
-
-    @property
-    def num_blocks(self) -> int:
-        """Canonical blocks in it."""
-        return num_blocks(self.last - self.first)
+    def blocks(self) -> range:
+        """The canonical blocks that the flat range touches."""
+        return range(self.first // BLOCK_ELEMENTS, -(-self.last // BLOCK_ELEMENTS))
 
     def part(self, first: int, last: int) -> Shard:
-        """Elements ``first`` to ``last`` of the whole tensor, which are in this shard."""
+        """Elements ``first`` to ``last`` of the box, which are in this shard."""
         if (first, last) == (self.first, self.last):
             return self
         inside = elements(self.tensor, first - self.first, last - self.first)
         return self._replace(first=first, last=last, tensor=inside)
 
-    def blocks(self, first: int, last: int) -> Tensor:
-        """Blocks ``first`` to ``last`` (exclusive) of the whole tensor, which are in this shard, flat."""
-        start, stop = first * BLOCK_ELEMENTS, min(last * BLOCK_ELEMENTS, self.last)
-        return elements(self.tensor, start - self.first, stop - self.first)
+    def within(self, first: int, last: int) -> tuple[int, int]:
+        """The elements of the box that are in this shard and in ``first`` to ``last`` of the whole tensor."""
+        begin, end = (count_before(self.shape, self.box, number) for number in (first, last))
+        begin, end = max(begin, self.first), min(end, self.last)
+        return begin, max(begin, end)
 
 
 def owned(shards: Iterable[Shard], rank: int) -> Iterator[Shard]:
-    """What ``rank`` writes, or hashes, for all holders: over all ranks each element exactly once.
+    """The shards that ``rank`` writes and hashes for all holders: over all ranks each element exactly once.
 
-    Of what several ranks hold each has a run of blocks, of equal length. They take turns with the first run,
-    or one rank would have all that is small.
+    Each holder has a run of blocks, of equal length. Holders take turns with the first run, or one rank would
+    have all small tensors.
     """
     for shard in shards:
         if rank not in shard.holders:
             continue
         num, turn = len(shard.holders), (shard.order or (0, ""))[0]
         i = (shard.holders.index(rank) + turn) % num
-        begin, count = shard.first_block, shard.num_blocks
+        begin, count = shard.blocks.start, len(shard.blocks)
         first, last = begin + i * count // num, begin + (i + 1) * count // num
         if first < last:
-            yield shard.part(first * BLOCK_ELEMENTS, min(last * BLOCK_ELEMENTS, shard.last))
+            yield shard.part(max(first * BLOCK_ELEMENTS, shard.first), min(last * BLOCK_ELEMENTS, shard.last))
         elif not count and i == 0:
             yield shard  # without elements, and still a tensor of the state
 
 
-def without_ties(shards: Iterable[Described], ties: Mapping[str, str]) -> list[Described]:
-    """Those that are stored: not what is only a further name, as in ``ties``, of memory that is stored."""
+def without_ties(shards: Iterable[Shard], ties: Mapping[str, str]) -> list[Shard]:
+    """The shards that are stored: a tied tensor under its first name only."""
     return [x for x in shards if not (x.name.startswith(MODEL) and x.name.removeprefix(MODEL) in ties)]
+
+
+def held_shape(shape: Shape, first: int, last: int, box: Box | None = None) -> Shape:
+    """The shape of a shard's tensor: the box where it is all of the box, else flat."""
+    of_box = shape if box is None else tuple(stop - start for start, stop in box)
+    return of_box if last - first == math.prod(of_box) else (last - first,)
+
+
+def count_before(shape: Shape, box: Box | None, number: int) -> int:
+    """How many elements of ``box`` come before element ``number`` of the whole tensor, in logical order."""
+    if box is None:
+        return number
+    count, stride, inside = 0, math.prod(shape), math.prod(stop - start for start, stop in box)
+    for size, (start, stop) in zip(shape, box, strict=True):
+        stride, inside = stride // size, inside // (stop - start)
+        at, number = divmod(number, stride)
+        count += min(max(at - start, 0), stop - start) * inside
+        if not start <= at < stop:
+            break
+    return count
+
+
+def numbers(shape: Shape, box: Box | None, first: int, last: int) -> Tensor:
+    """The numbers in the whole tensor of elements ``first`` to ``last`` of ``box``; they ascend."""
+    left = torch.arange(first, last, device="cpu")
+    if box is None:
+        return left
+    found, stride = torch.zeros_like(left), 1
+    for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
+        found += (left % (stop - start) + start) * stride
+        left, stride = left // (stop - start), stride * size
+    return found
 
 
 def elements(x: Tensor, start: int, stop: int) -> Tensor:
@@ -120,17 +164,17 @@ def elements(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def put_elements(x: Tensor, start: int, values: Tensor) -> None:
-    """The elements of ``x`` from ``start`` on, in logical order, become ``values``, which are flat."""
+    """Write the flat ``values`` to the elements of ``x`` from ``start`` on, in logical order."""
     parts = list(_parts(x, start, start + values.numel()))
     for part, own in zip(parts, values.split([part.numel() for part in parts]), strict=True):
         part.copy_(own.view(part.shape))
 
 
 def _parts(x: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-    """Views of ``x`` that are its elements ``start`` to ``stop``, in logical order: a few per dimension.
+    """Views of ``x`` that hold the elements ``start`` to ``stop``, in logical order: a few per dim.
 
     | . . . . |
-    | . . a a |      a, c: parts of a row, which is cut in the same way
+    | . . a a |      a, c: parts of a row, cut in the same way
     | b b b b |      b: whole rows, in one view
     | c . . . |
     """
@@ -150,33 +194,6 @@ def _parts(x: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         yield x[first:last]
     if last * row < stop:
         yield from _parts(x[last], 0, stop - last * row)
-
-
-class Row(NamedTuple):
-    """A shard without its values."""
-
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    first: int
-    last: int
-    order: Order | None
-
-    @property
-    def first_block(self) -> int:
-        return self.first // BLOCK_ELEMENTS
-
-    @property
-    def num_blocks(self) -> int:
-        return num_blocks(self.last - self.first)
-
-
-def num_blocks(num_elements: int) -> int:
-    """Canonical blocks of so many elements, the last one perhaps shorter."""
-    return -(-num_elements // BLOCK_ELEMENTS)
-
-
-Described = TypeVar("Described", Shard, Row)
 
 
 class State(Protocol):

@@ -1,17 +1,19 @@
-"""A state that is elsewhere: where in files, in snapshots or with other ranks each element of a tensor is.
+"""A state stored elsewhere: which file, snapshot or rank has which elements of each tensor.
 
     model:embed.weight   (50257, 768)    0 ........ 9646080 | 9646080 ........ 19292160 | ...
                                          file of rank 0       file of rank 1              file of rank 2
 
-A tensor is all there exactly once: neither a hole, which would be filled with whatever memory held, nor two
-versions of one element. A reader asks for a range, and gets it from as many places as it takes.
+Each element is stored exactly once: neither a hole, which would be filled with whatever memory held, nor two
+versions of one element. A reader asks for a range of a box, and gets it from as many places as it takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
 from typing import Protocol
 
 import torch
@@ -20,10 +22,20 @@ from torch import Tensor
 from instep import memory
 from instep.errors import CheckpointRejected
 from instep.mesh.axes import round_up
-from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.shards import KINDS, MODEL, Json, Order, Row, Shape, Shard, elements
+from instep.ordered.shards import (
+    KINDS,
+    MODEL,
+    Box,
+    Json,
+    Order,
+    Shape,
+    Shard,
+    count_before,
+    elements,
+    numbers,
+)
 
-# What files can hold, by the code that safetensors has for it.
+# The dtypes that files can hold, by their code in safetensors.
 CODES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,24 +55,30 @@ CODES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES.values()}  # by torch's name
-ALIGN_BYTES = 64  # of tensors in flat memory
+ALIGN_BYTES = memory.ALIGN_BYTES["cpu"]  # of tensors in flat memory
 MAX_DIMS = 64  # of a torch tensor
+MAX_BOX_DIMS = 8  # of a tensor divided into boxes, which have 2**dims corners
 MAX_ELEMENTS = 2**48
 UNORDERED = (1 << 62, "")  # after all that the hash is over
+SHARD = f"a name that begins with {', '.join(KINDS)}, shape, dtype, first, last, order, perhaps a box"
+ENTRY = f"a name that begins with {', '.join(KINDS)} with shape, dtype and pieces"
+EXTENT = "first, last, place, perhaps a box"
+CHUNK_ELEMENTS = 1 << 20  # read at a time where boxes differ
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements ``first`` to ``last`` (exclusive), in ``place``: a file, or a rank."""
+    """Elements ``first`` to ``last`` (exclusive) of ``box``, in ``place``: a file, or a rank."""
 
     first: int
     last: int
     place: str
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the state and where its elements are, in their order, each exactly once."""
+    """One tensor of the state and where its elements are, each exactly once."""
 
     shape: Shape
     dtype: torch.dtype
@@ -71,23 +89,12 @@ class StoredTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.numel // BLOCK_ELEMENTS)
-
-    def within(self, first: int, last: int) -> Iterator[tuple[Extent, int, int]]:
-        """The extents of elements ``first`` to ``last``, each with its part of that range."""
-        for extent in self.extents:
-            begin, end = max(first, extent.first), min(last, extent.last)
-            if begin < end:
-                yield extent, begin, end
-
 
 class Reader(Protocol):
     """One place of elements."""
 
     def read_into(self, name: str, first: int, out: Tensor) -> None:
-        """Fill the flat ``out`` with what begins at element ``first`` of what the place has of ``name``."""
+        """Fill the flat ``out`` with the place's elements of ``name``, from its element ``first`` on."""
 
 
 @dataclass(frozen=True)
@@ -102,60 +109,67 @@ class MemoryReader:
         begin = self.begins[name] + first * out.itemsize
         out.copy_(self.memory[begin : begin + out.nbytes].view(out.dtype))
 
-    def place(self, name: str, x: Tensor) -> Tensor:
-        """Where ``x``, all that there is of ``name``, lies."""
-        begin = self.begins[name]
-        return self.memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
-
 
 @dataclass(frozen=True)
 class LiveReader:
-    """Whole tensors as a place of elements (``Reader``), for a rank that asks for what it holds of them."""
+    """Whole tensors as a place of elements (``Reader``), for a rank that asks only for its own flat part."""
 
     shards: Mapping[str, Shard]
 
     def read_into(self, name: str, first: int, out: Tensor) -> None:
         """As ``Reader``."""
         there = self.shards[name]
+        assert there.box is None  # or elements of the whole tensor would be taken for those of the box
         out.copy_(elements(there.tensor, first - there.first, first - there.first + out.numel()))
 
 
-def places(rows: Sequence[Row]) -> tuple[dict[str, int], int]:
-    """Where each of ``rows`` begins in memory that holds one after the other, and how large that is."""
-    sizes = [(row.last - row.first) * row.dtype.itemsize for row in rows]
-    begins = offsets([*sizes, 0])
-    return dict(zip((row.name for row in rows), begins, strict=False)), begins[-1]
+def places(shards: Sequence[Shard]) -> tuple[dict[str, int], int]:
+    """Where each of ``shards`` begins in memory that holds one after the other, and the size of that."""
+    begins = offsets((x.last - x.first) * x.dtype.itemsize for x in shards)
+    return dict(zip((x.name for x in shards), begins, strict=False)), begins[-1]
 
 
 def offsets(nbytes: Iterable[int]) -> list[int]:
-    """Where tensors of so many bytes begin in flat memory."""
-    begins, end = [], 0
-    for size in nbytes:
-        begins.append(end)
-        end += round_up(size, ALIGN_BYTES)
-    return begins
+    """Where tensors of these sizes begin in flat memory, and where the last one ends."""
+    return [0, *accumulate(round_up(size, ALIGN_BYTES) for size in nbytes)]
+
+
+def views(like: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Tensors of the shapes and dtypes of ``like``, one after the other in the bytes of ``flat``."""
+    begins = offsets(x.nbytes for x in like)
+    return [
+        flat[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+        for begin, x in zip(begins, like, strict=False)
+    ]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A whole state: what there is, who reads each place, and ``ties`` from further names."""
+    """A whole state: its tensors, a reader for each place, and ``ties`` from further names."""
 
     tensors: Mapping[str, StoredTensor]
     readers: Mapping[str, Reader]
     ties: Mapping[str, str] = field(default_factory=dict)
 
-    def read(self, name: str, first: int, last: int) -> Tensor:
-        """Elements ``first`` to ``last`` of ``name``, flat, in aligned CPU memory of their own."""
+    def read(self, name: str, first: int, last: int, box: Box | None = None) -> Tensor:
+        """Elements ``first`` to ``last`` of ``box`` of ``name``, flat, in aligned CPU memory of their own."""
         stored = self.tensors[name]
-        align = memory.ALIGN_BYTES["cpu"]
-        out = memory.allocate((last - first) * stored.dtype.itemsize, align).elements(stored.dtype)
-        for extent, begin, end in stored.within(first, last):
+        out = _room(last - first, stored.dtype)
+        for extent in stored.extents:
             reader = self.readers[extent.place]
-            reader.read_into(name, begin - extent.first, out[begin - first : end - first])
+            if extent.box == box:
+                begin, end = max(first, extent.first), min(last, extent.last)
+                if begin < end:
+                    reader.read_into(name, begin - extent.first, out[begin - first : end - first])
+                continue
+            for begin in range(first, last, CHUNK_ELEMENTS):  # the numbers of all would take 8 bytes each
+                end = min(begin + CHUNK_ELEMENTS, last)
+                wanted = numbers(stored.shape, box, begin, end)
+                _read_across(reader, name, extent, stored.shape, wanted, out[begin - first : end - first])
         return out
 
     def layout(self, kind: str) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of what there is of ``kind``, one of ``KINDS``, by names without it."""
+        """Shape and dtype of the tensors of ``kind``, one of ``KINDS``, by names without it."""
         return {
             name.removeprefix(kind): (stored.shape, stored.dtype)
             for name, stored in self.tensors.items()
@@ -163,72 +177,117 @@ class Source:
         }
 
 
+def _room(count: int, dtype: torch.dtype) -> Tensor:
+    return memory.allocate(count * dtype.itemsize, ALIGN_BYTES).elements(dtype)
+
+
+def _read_across(
+    reader: Reader, name: str, extent: Extent, shape: Shape, wanted: Tensor, out: Tensor
+) -> None:
+    """Fill ``out``, elements ``wanted`` of the whole tensor, with those of them that ``extent`` has."""
+    low, high = int(wanted[0]), int(wanted[-1]) + 1
+    begin = max(extent.first, count_before(shape, extent.box, low))
+    end = min(extent.last, count_before(shape, extent.box, high))
+    if begin >= end:
+        return
+    values = _room(end - begin, out.dtype)
+    reader.read_into(name, begin - extent.first, values)
+    found = numbers(shape, extent.box, begin, end)
+    at = torch.searchsorted(wanted, found)  # all are below the last one wanted
+    hit = wanted[at] == found
+    width = out.itemsize  # bytes, because not all dtypes can be indexed
+    out.view(torch.uint8).view(-1, width)[at[hit]] = values.view(torch.uint8).view(-1, width)[hit]
+
+
 def assemble(
-    by_place: Mapping[str, Iterable[Row]], error: type[Exception] = CheckpointRejected
+    by_place: Mapping[str, Iterable[Shard]], error: type[Exception] = CheckpointRejected
 ) -> dict[str, StoredTensor]:
-    """Where each tensor is, from what each place has, in the order of the hash.
+    """Where each tensor is, from the shards of each place, in the order of the hash.
 
     Raises:
-        error: a hole, which would be filled with whatever memory held; an overlap, two versions of one
-            element; an edge inside a canonical block; or the places do not mean the same tensor.
+        error: a hole or an overlap, or the places do not mean the same tensor.
     """
-    known: dict[str, tuple[str, Row]] = {}
+    known: dict[str, tuple[str, Shard]] = {}
     found: dict[str, list[Extent]] = {}
-    for place, rows in by_place.items():
-        for row in rows:
-            first_place, first = known.setdefault(row.name, (place, row))
-            if row[1:3] != first[1:3] or row.order != first.order:
+    for place, shards in by_place.items():
+        for x in shards:
+            first_place, first = known.setdefault(x.name, (place, x))
+            if x[1:3] != first[1:3] or x.order != first.order:
                 raise error(
-                    f"{row.name[:80]!r}: expected {_shown(first)}, as in {first_place}, got {_shown(row)} in "
+                    f"{x.name[:80]!r}: expected {_shown(first)}, as in {first_place}, got {_shown(x)} in "
                     f"{place}: these are not shards of one state"
                 )
-            found.setdefault(row.name, []).append(Extent(row.first, row.last, place))
-    for name, (_, row) in known.items():
-        found[name].sort(key=lambda extent: (extent.first, extent.last))
-        _require_complete(name, row, found[name], error)
-    ordered = sorted((row for _, row in known.values()), key=lambda row: row.order or UNORDERED)
+            found.setdefault(x.name, []).append(Extent(x.first, x.last, place, x.box))
+    ordered = sorted((x for _, x in known.values()), key=lambda x: x.order or UNORDERED)
     return {
-        row.name: StoredTensor(row.shape, row.dtype, tuple(found[row.name]), row.order) for row in ordered
+        x.name: StoredTensor(x.shape, x.dtype, _complete(x.name, x.shape, found[x.name], error), x.order)
+        for x in ordered
     }
 
 
-def _require_complete(name: str, row: Row, extents: Sequence[Extent], error: type[Exception]) -> None:
-    end, length = 0, math.prod(row.shape)
-    for extent in extents:
-        on_edges = extent.first % BLOCK_ELEMENTS == 0 and (
-            extent.last % BLOCK_ELEMENTS == 0 or extent.last == length
+def _complete(
+    name: str, shape: Shape, extents: Sequence[Extent], error: type[Exception]
+) -> tuple[Extent, ...]:
+    """``extents`` in order; ``error`` unless they have each element once.
+
+    Flat ranges must make up whole boxes, and boxes the tensor. Boxes do so if their corners, counted +1 and
+    -1 by turns, cancel out but for the tensor's own:
+
+        + . - + . -         + . . . . -
+        . a . . b .    =    .         .
+        - . + - . +         - . . . . +
+    """
+    in_order = tuple(sorted(extents, key=lambda x: (x.box or (), x.first, x.last)))
+    ends: dict[Box | None, int] = {}
+    sound = len({x.place for x in extents}) == len(extents) > 0
+    for x in in_order:
+        sound &= x.first == ends.get(x.box, 0) and (x.first < x.last or len(extents) == 1)
+        ends[x.box] = x.last
+    sound &= all(end == count_before(shape, box, math.prod(shape)) for box, end in ends.items())
+    if not sound or (set(ends) != {None} and _corners(ends) != _corners([tuple((0, n) for n in shape)])):
+        got = ", ".join(
+            f"{x.first} to {x.last}{f' of box {list(x.box)}' if x.box else ''} in {x.place[:80]}"
+            for x in in_order[:8]
         )
-        if extent.first != end or extent.last < end or not on_edges:
-            break
-        end = extent.last
-    else:
-        if end == length and (length or len(extents) == 1):
-            return
-    got = ", ".join(f"{x.first} to {x.last} in {x.place}" for x in extents[:8])
-    raise error(
-        f"{name[:80]!r}: expected shards that follow on each other at multiples of {BLOCK_ELEMENTS}, up to "
-        f"the end at {length}, each once, got {got}: these are not all shards of one state"
-    )
+        raise error(
+            f"{name[:80]!r}: expected shards that together have each of {math.prod(shape)} elements once, "
+            f"one shard per place, got {got or 'none'}: these are not all shards of one state"
+        )
+    return in_order
 
 
-def rows_to_json(rows: Iterable[Row]) -> Json:
-    """As they travel."""
+def _corners(boxes: Iterable[Box | None]) -> dict[tuple[int, ...], int]:
+    found: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        for corner in product(*(((start, 1), (stop, -1)) for start, stop in box or ())):
+            found[tuple(at for at, _ in corner)] += math.prod(sign for _, sign in corner)
+    return {corner: count for corner, count in found.items() if count}
+
+
+def shards_to_json(shards: Iterable[Shard]) -> Json:
+    """``shards`` without their values, as they travel."""
     return [
-        [x.name, list(x.shape), dtype_name(x.dtype), x.first, x.last, x.order and list(x.order)] for x in rows
+        [x.name, list(x.shape), dtype_name(x.dtype), x.first, x.last, x.order and list(x.order)]
+        + ([] if x.box is None else [x.box])
+        for x in shards
     ]
 
 
-def rows_from_json(rows: Json) -> list[Row]:
-    """What ``rows_to_json`` made; CheckpointRejected if anything else did."""
-    _require(isinstance(rows, list), "shards", "a list", rows)
-    return [_row(each) for each in rows]
+def shards_from_json(shards: Json) -> list[Shard]:
+    """The inverse of ``shards_to_json``; CheckpointRejected for anything else."""
+    _require(isinstance(shards, list), "a list", shards)
+    return [_shard(each) for each in shards]
 
 
 def stored_to_json(tensors: Mapping[str, StoredTensor], ties: Mapping[str, str]) -> Json:
-    """As a manifest has them: for each name its shape, its dtype and ``[[first, last, place], ...]``."""
+    """The entry of a manifest: for each name its shape, its dtype and ``[[first, last, place], ...]``."""
     return {
         "entries": {
-            name: [list(x.shape), dtype_name(x.dtype), [[e.first, e.last, e.place] for e in x.extents]]
+            name: [
+                list(x.shape),
+                dtype_name(x.dtype),
+                [[e.first, e.last, e.place] + ([] if e.box is None else [e.box]) for e in x.extents],
+            ]
             for name, x in tensors.items()
         },
         "ties": dict(ties),
@@ -236,22 +295,19 @@ def stored_to_json(tensors: Mapping[str, StoredTensor], ties: Mapping[str, str])
 
 
 def stored_from_json(body: Json) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """What ``stored_to_json`` made; CheckpointRejected unless every tensor is there exactly once."""
-    _require(isinstance(body, dict) and set(body) == {"entries", "ties"}, "pieces", "entries and ties", body)
-    entries, ties = body["entries"], body["ties"]
-    _require(isinstance(entries, dict), "pieces", "an object", entries)
+    """The inverse of ``stored_to_json``; CheckpointRejected unless each element is there exactly once."""
+    sound = isinstance(body, dict) and set(body) == {"entries", "ties"}
+    _require(sound and all(isinstance(x, dict) for x in body.values()), "entries and ties", body)
     parsed = {}
-    for name, entry in entries.items():
-        _require(isinstance(entry, list) and len(entry) == 3, name, "shape, dtype and pieces", entry)
-        shape, dtype = _layout(_require_name(name), entry[0], entry[1])
-        _require(isinstance(entry[2], list), name, "a list of pieces", entry[2])
-        parsed[name] = StoredTensor(
-            shape, dtype, _in_order(name, shape, [_extent(name, each) for each in entry[2]])
-        )
-    sound = isinstance(ties, dict) and all(
-        isinstance(first, str) and MODEL + first in parsed for first in ties.values()
-    )
-    _require(sound, "ties", "names of entries", ties)
+    for name, entry in body["entries"].items():
+        sound = isinstance(entry, list) and len(entry) == 3 and _is_tensor(name, *entry[:2])
+        _require(sound and isinstance(entry[2], list), ENTRY, [name, entry])
+        shape, dtype = tuple(entry[0]), DTYPES[entry[1]]
+        extents = [_extent(shape, each) for each in entry[2]]
+        parsed[name] = StoredTensor(shape, dtype, _complete(name, shape, extents, CheckpointRejected))
+    ties = body["ties"]
+    sound = all(isinstance(first, str) and MODEL + first in parsed for first in ties.values())
+    _require(sound, "ties to names of entries", ties)
     return parsed, ties
 
 
@@ -264,77 +320,59 @@ def is_bounded(sizes: Sequence[int]) -> bool:
     return len(sizes) <= MAX_DIMS and math.prod(max(size, 1) for size in sizes) <= MAX_ELEMENTS
 
 
-def _in_order(name: str, shape: Shape, extents: list[Extent]) -> tuple[Extent, ...]:
-    extents = sorted(extents, key=lambda extent: (extent.first, extent.last))
-    end = 0
-    for extent in extents:
-        _require(extent.first >= end, name, f"each element once, but {extent.place} begins", extent.first)
-        _require(extent.first == end, name, f"a piece that begins at element {end}", extent.first)
-        _require(extent.last >= extent.first, name, f"a piece that ends after {extent.first}", extent.last)
-        end = extent.last
-    _require(end == math.prod(shape), name, f"{math.prod(shape)} elements", end)
-    if len(extents) > 1 and not math.prod(shape):
-        _require(False, name, "one piece of nothing", len(extents))
-    return tuple(extents)
+def _shard(x: Json) -> Shard:
+    sound = isinstance(x, list) and len(x) in (6, 7) and _is_tensor(*x[:3])
+    _require(sound and _is_range(tuple(x[1]), x[3], x[4], x[6:]) and _is_order(x[5]), SHARD, x)
+    name, shape, dtype, first, last, order, *box = x
+    order = None if order is None else (order[0], order[1])
+    return Shard(name, tuple(shape), DTYPES[dtype], first, last, order, _box(box))
 
 
-def _row(row: Json) -> Row:
-    expected = "name, shape, dtype, first, last and order"
-    _require(isinstance(row, list) and len(row) == 6, "shards", expected, row)
-    name, shape, dtype, first, last, order = row
-    return Row(
-        _require_name(name),
-        *_layout(name, shape, dtype),
-        _count(name, first),
-        _count(name, last),
-        _order(name, order),
+def _extent(shape: Shape, x: Json) -> Extent:
+    sound = isinstance(x, list) and len(x) in (3, 4) and isinstance(x[2], str)
+    _require(sound and _is_range(shape, x[0], x[1], x[3:]), EXTENT, x)
+    return Extent(x[0], x[1], x[2], _box(x[3:]))
+
+
+def _is_tensor(name: Json, shape: Json, dtype: Json) -> bool:
+    is_shape = isinstance(shape, list) and all(map(_is_count, shape)) and is_bounded(shape)
+    is_name = isinstance(name, str) and name.startswith(KINDS)
+    return is_name and is_shape and isinstance(dtype, str) and dtype in DTYPES
+
+
+def _is_range(shape: Shape, first: Json, last: Json, box: list[Json]) -> bool:
+    if not (_is_count(first) and _is_count(last)):
+        return False
+    return not box or (
+        isinstance(box[0], list)
+        and len(box[0]) == len(shape) <= MAX_BOX_DIMS
+        and all(
+            isinstance(ends, list)
+            and len(ends) == 2
+            and all(map(_is_count, ends))
+            and ends[0] < ends[1] <= size
+            for ends, size in zip(box[0], shape, strict=True)
+        )
     )
 
 
-def _order(name: str, order: Json) -> Order | None:
-    if order is None:
-        return None
-    sound = isinstance(order, list) and len(order) == 2 and isinstance(order[1], str)
-    _require(sound, name, "a number and a key, or none", order)
-    return _count(name, order[0]), order[1]
-
-
-def _extent(name: str, extent: Json) -> Extent:
-    _require(isinstance(extent, list) and len(extent) == 3, name, "first, last and place", extent)
-    first, last, place = extent
-    _require(isinstance(place, str), name, "the name of a file", place)
-    return Extent(_count(name, first), _count(name, last), place)
-
-
-def _require_name(name: Json) -> str:
-    ok = isinstance(name, str) and name.startswith(KINDS)
-    _require(ok, "shards", f"a name that begins with {', '.join(KINDS[:-1])} or {KINDS[-1]}", name)
-    return str(name)
-
-
-def _layout(name: str, shape: Json, dtype: Json) -> tuple[Shape, torch.dtype]:
-    ok = isinstance(shape, list) and all(map(_is_count, shape)) and is_bounded(shape)
-    _require(ok, name, "a shape that a tensor can have", shape)
-    _require(isinstance(dtype, str) and dtype in DTYPES, name, f"a dtype among {', '.join(DTYPES)}", dtype)
-    return tuple(shape), DTYPES[dtype]
-
-
-def _count(name: str, value: Json) -> int:
-    _require(_is_count(value), name, "a whole number", value)
-    return int(value)
+def _is_order(x: Json) -> bool:
+    return x is None or (isinstance(x, list) and len(x) == 2 and _is_count(x[0]) and isinstance(x[1], str))
 
 
 def _is_count(value: Json) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _shown(row: Row) -> str:
-    return f"{dtype_name(row.dtype)}{list(row.shape)} at place {row.order} of the hash"
+def _box(found: list[Json]) -> Box | None:
+    return tuple((start, stop) for start, stop in found[0]) if found else None
 
 
-def _require(ok: bool, where: str, expected: str, got: object) -> None:
+def _shown(x: Shard) -> str:
+    return f"{dtype_name(x.dtype)}{list(x.shape)} at place {x.order} of the hash"
+
+
+def _require(ok: bool, expected: str, got: object) -> None:
     if not ok:
-        shown = repr(got)[:80].encode("ascii", "backslashreplace").decode()
-        raise CheckpointRejected(
-            f"shards of a state: {where[:80]}: expected {expected}, got {shown}: take another one"
-        )
+        shown = repr(got)[:160].encode("ascii", "backslashreplace").decode()
+        raise CheckpointRejected(f"shards of a state: expected {expected}, got {shown}: take another one")

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.alignment import align
-from instep.ordered.homes import DividedOptimizer, ParameterShard, dense_strides, undivided
+from instep.ordered.homes import DividedOptimizer, Home, ParameterShard, dense_strides, undivided
 from instep.ordered.hook import Hook
 from instep.shard.unit import give_value
 
@@ -30,7 +30,7 @@ NO_VALUES = (
 )
 
 
-class PipelineHome:
+class PipelineHome(Home):
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
 
     With ``release`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes
@@ -38,10 +38,8 @@ class PipelineHome:
     until a state is put, as those from the meta device are, which come to the device of the mesh.
     """
 
-    outer = None
     resident = False
-    one_copy = False
-    num_others_bytes = 0
+    has_values = False
 
     def __init__(
         self,
@@ -72,10 +70,6 @@ class PipelineHome:
         for p in self.parameters:
             if not self.holds(p):
                 hide(p)
-
-    @property
-    def gathered(self) -> list[Tensor]:
-        return []
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is on this rank, as one that came later is."""
@@ -119,7 +113,7 @@ class PipelineHome:
         held = {i: x for i, x in whole.held.items() if self.holds(x.parameter)}
         return DividedOptimizer(
             group=self.group,
-            local=optimizer,
+            locals=(optimizer,),
             held=held,
             homes=[self],
             num_replicas=self.everyone.size // self.group.size,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.ordered.buckets import Bundle
-from instep.ordered.hash import Entry, entry_digests
+from instep.ordered.hash import SHORT, tensor_digest
 from instep.ordered.homes import Wrapped, offered
 from instep.ordered.placeholder import slices_of
 from instep.replicate.server import ParameterServer
@@ -79,7 +79,7 @@ def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
         names = reduction.names
         for told, its in ((hashes.leaves, found), (hashes.firsts, first)):
             told |= {leaf: {names[i]: its[leaf][i] for i in sorted(its[leaf])} for leaf in sorted(its)}
-        hashes.reduced = entry_digests(_gradients(reduction))
+        hashes.reduced = dict(_gradient_digests(reduction))
     finally:
         reduction.observer = None
 
@@ -120,15 +120,10 @@ def joined(parts: Mapping[str, GradientHashes]) -> GradientHashes:
 
 def _leaf_digests(reduction: Reduction, bucket: Bundle, values: Tensor) -> Iterator[tuple[int, str]]:
     for slot, view in zip(bucket.slots, bucket.views(values), strict=True):
-        (digest,) = entry_digests([(reduction.names[slot.position], view)]).values()
-        yield slot.position, digest
+        yield slot.position, tensor_digest(view).hex()[:SHORT]
 
 
-def _gradients(reduction: Reduction) -> Iterator[Entry]:
+def _gradient_digests(reduction: Reduction) -> Iterator[tuple[str, str]]:
     for name, p in zip(reduction.names, reduction.parameters, strict=True):
         if p.grad is not None and slices_of(p.grad) is None:
-            yield name, _dense(p.grad)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.to_dense() if x.is_sparse else x
+            yield name, tensor_digest(p.grad).hex()[:SHORT]

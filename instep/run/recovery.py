@@ -50,8 +50,8 @@ from instep.ordered.stored import (
     Source,
     assemble,
     places,
-    rows_from_json,
-    rows_to_json,
+    shards_from_json,
+    shards_to_json,
 )
 from instep.run.folder import CHECKPOINTS, CONFIG
 from instep.run.rank_state import Holds
@@ -159,14 +159,14 @@ def describe(training: ScriptTraining, shards: Sequence[Shard], rows: str = "") 
 
 def rows_of(shards: Sequence[Shard]) -> str:
     """What ``shards`` are, without their values, as JSON."""
-    return json.dumps(rows_to_json(shard.row for shard in shards))
+    return json.dumps(shards_to_json(shards))
 
 
 def take(training: ScriptTraining, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
     """Give ``training`` the state that ``bodies``, one of each writer, describe. Collective where it is
     divided.
     """
-    rows = {str(i): rows_from_json(body["rows"]) for i, body in enumerate(bodies)}
+    rows = {str(i): shards_from_json(body["rows"]) for i, body in enumerate(bodies)}
     source = Source(assemble(rows), readers, bodies[0]["ties"])
     run = bodies[0]["run"]
     options = merged([body["options"] for body in bodies])
@@ -204,7 +204,7 @@ def _opened(snapshot: Snapshot, step: int) -> tuple[Json, MemoryReader]:
     """What ``take`` needs of the state after ``step`` in ``snapshot``."""
     half = snapshot.halves[step]
     body = parse_json(snapshot.description(half) or b"", DESCRIPTION_BYTES)
-    begins, _ = places(rows_from_json(body["rows"]))
+    begins, _ = places(shards_from_json(body["rows"]))
     return body, MemoryReader(snapshot.bytes_of(half, 0, snapshot.tensor_bytes), begins)
 
 
@@ -218,7 +218,7 @@ class Built:
     def __init__(self, training: ScriptTraining) -> None:
         shards = stored(training, training.state.shards())
         own = [shard for shard in shards if training.state.has_values(shard)]
-        self._unfilled = rows_to_json(x.row for x in shards if not training.state.has_values(x))
+        self._unfilled = shards_to_json(x for x in shards if not training.state.has_values(x))
         description, tensors = describe(training, own), [shard.tensor for shard in own]
         self._kept = Snapshot.create(len(description), tensor_bytes(tensors))
         self._kept.write(description, tensors)
@@ -327,7 +327,7 @@ class Snapshots:
         """Copy what this rank owns of the state."""
         group, own = training.state.group, stored(training, training.state.owned())
         if len(own) != len(self._copied) or any(
-            x is not y and x.row != y.row for x, y in zip(own, self._copied, strict=True)
+            x is not y and x.layout != y.layout for x, y in zip(own, self._copied, strict=True)
         ):
             self._rows = rows_of(own)
         self._copied = own

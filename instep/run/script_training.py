@@ -27,7 +27,7 @@ from instep.errors import CheckpointRejected, ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
-from instep.ordered.hash import Entry, Sampled, SharedHash, bare
+from instep.ordered.hash import Sampled, SharedHash, bare
 from instep.ordered.homes import Wrapped, offered
 from instep.ordered.replicas import compare_replicas
 from instep.replicate.gradient_hashes import GradientHashes
@@ -264,7 +264,7 @@ class ScriptTraining:
         """Whether this rank owns some of the state, or all: it writes that, and takes part in its hash."""
         return self.state.is_divided or self.mesh.rank == 0
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[tuple[str, Tensor]]:
         """What this rank holds of the state, by name: all of a tensor, or its shard of it; nothing before
         it has joined."""
         if not self.has_joined:
@@ -380,7 +380,7 @@ class ScriptTraining:
         optimizers = self.registered.optimizers
         for name, optimizer in optimizers.items():
             divided = offered(optimizer)
-            found = contract.optimizer_fields(optimizer if divided is None else divided.local)
+            found = contract.optimizer_fields(optimizer if divided is None else divided.locals[0])
             prefix = "optimizer." if len(optimizers) == 1 else f"optimizer.{name}."
             fields |= {prefix + key.removeprefix("optimizer."): value for key, value in found.items()}
         return contract.describe(

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from instep.errors import ReplicasDiffer
 from instep.mesh.rank_exit import mark_secondary
-from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, together, way_out
+from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, way_out
 from instep.replicate.gradient_hashes import GradientHashes, model_of, reductions_of
 from instep.run.recovery import Copy
 from instep.run.script_step import StepWork
@@ -213,16 +213,14 @@ def odd_rank(doubts: Sequence[Doubt]) -> Odd | None:
 
     That is, if there are no doubts, or a rank came to something else when it computed the same again.
     """
-    found = []
+    votes = []
     for doubt in doubts:
         said: dict[int, Digests] = {}
         for rank, gradients in doubt.opinions:
             if said.setdefault(rank, gradients) != gradients:
                 return None
-        odd = odd_one_out(said)
-        assert odd is not None
-        found.append(odd)
-    return together(found)
+        votes.append(said)
+    return odd_one_out(*votes)
 
 
 def _steady(doubt: Doubt) -> str:

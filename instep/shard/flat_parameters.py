@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.memory import align_bytes
 from instep.mesh.axes import round_up
-from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered import homes
 from instep.ordered.homes import DividedOptimizer, Home, ParameterShard
@@ -47,7 +46,7 @@ from instep.shard.layout import FlatLayout, LayoutRule
 from instep.shard.one_copy import OneCopy
 
 
-class FlatParameters:
+class FlatParameters(Home):
     """Parameters of one dtype and device, laid out in a flat space that is cut into a slice for every rank.
 
     Once made, ``held`` are this rank's pieces, which an optimizer steps: ``gradient_of`` each before,
@@ -65,22 +64,8 @@ class FlatParameters:
     have a home already (``ordered.homes.settle``) takes all of that space.
     """
 
-    resident: ClassVar[bool] = True
-    one_copy: bool = False
-    outer: Home | None = None
-    replicas: Mesh | None = None
-    group: Group
-    everyone: Group
     layout: FlatLayout
-    parameters: list[Tensor]
-    names: list[str]
-    held: list[ParameterShard]
     divide: Callable[[Optimizer], DividedOptimizer] | None = None  # the state of a plain optimizer
-
-    @property
-    def has_values(self) -> bool:
-        """Whether parameters have some: they had when they came."""
-        return True
 
     @property
     def own_bytes(self) -> int:
@@ -92,26 +77,9 @@ class FlatParameters:
         """That ``share`` sends, or writes to others' memory."""
         return 0
 
-    @property
-    def num_others_bytes(self) -> int:
-        """Of memory that this rank has mapped, what other ranks count, or what it has mapped twice."""
-        return 0
-
-    @property
-    def gathered(self) -> list[Tensor]:
-        """Memory that other ranks' values have been brought to, for as long as they are needed."""
-        return []
-
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
         return self.layout.slices_with(next(i for i, p in enumerate(self.parameters) if p is parameter))
-
-    def num_shares(self, parameter: Tensor) -> int:
-        """As ``Home`` says: slices are equal."""
-        return self.group.size
-
-    def make_room(self) -> None:
-        """``held`` are about to get values: they have memory, if they had none."""
 
     def loaded(self) -> None:
         """``held`` have new values, as on all ranks."""
@@ -128,10 +96,6 @@ class FlatParameters:
 
     def publish(self) -> None:
         """All ranks have come to the step: they get what this one has written to its slice."""
-
-    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
-        """Those of ``parameter`` where all of it lies in memory."""
-        return parameter.stride()
 
     def strides_in_flat(self, number: int) -> tuple[int, ...]:
         """Those of a parameter, by its number, in the flat space: in logical order, where it is cut."""
@@ -160,10 +124,6 @@ class FlatParameters:
 
     def release(self) -> None:
         """The optimizer that made this space is closed."""
-
-    def fetch(self, parameter: Tensor) -> Tensor | None:
-        """As ``Home`` says: hooks put them there, where a rank has not all of them."""
-        return None
 
     def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
         """What a plain ``optimizer`` of these parameters would say of itself; None where it has it whole."""

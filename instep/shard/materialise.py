@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.generators import seed_generator
-from instep.ordered.hash import entry_digests
+from instep.ordered.hash import SHORT, tensor_digest
 from instep.ordered.keys import InitializesByName, derive
 from instep.ordered.shards import elements
 
@@ -113,7 +113,7 @@ def _by_name(module: InitializesByName, seed: int) -> Init:
 
 def _line(name: str, values: Tensor) -> str:
     first = elements(values.detach(), 0, min(values.numel(), BLOCK_ELEMENTS))
-    return f"{name}, which begins with the hash {entry_digests([(name, first)])[name]}"
+    return f"{name}, which begins with the hash {tensor_digest(first).hex()[:SHORT]}"
 
 
 def _fill(unit: Unfilled, init: Init, made: list[str]) -> None:

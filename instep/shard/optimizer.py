@@ -405,7 +405,7 @@ class ShardedOptimizer(Optimizer):
 
         return DividedOptimizer(
             group=self.group,
-            local=self._inner,
+            locals=(self._inner,),
             held=self._shards.held,
             homes=self._shards.spaces,
             num_replicas=self.num_shard_groups,

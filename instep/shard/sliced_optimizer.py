@@ -153,7 +153,7 @@ class SlicedOptimizer:
         """What a plain optimizer cannot say of itself."""
         return DividedOptimizer(
             group=self._ranks.group,
-            local=self._local,
+            locals=(self._local,),
             held=self.shards.held,
             homes=self._homes,
             num_replicas=self._ranks.num_replicas,

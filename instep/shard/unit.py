@@ -30,7 +30,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Unit(FlatParameters):
     ``vacate`` ends all of it, until ``lay_out``.
     """
 
-    resident: ClassVar[bool] = False
+    resident = False
     slice: Tensor  # (slice_length,), of the masters
     mapped: MappedWeights | None  # where the ranks of a host have the weights once, and may show them
     _laid_mapped: Laid | None

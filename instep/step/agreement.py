@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from instep.memory import as_bytes
 from instep.mesh.agree import first_difference, raise_on_all, require_same_lines
 from instep.mesh.process_group import Group
-from instep.ordered.hash import block_digests
+from instep.ordered.hash import tensor_digest
 from instep.step.optimizer_guard import ParameterRegistry
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def agree_on_values(module: nn.Module, group: Group) -> None:
         ValueError: they differ; on every rank, naming the first parameter or buffer and the odd ranks.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    mine = b"".join(hashlib.sha256(b"".join(block_digests(x))).digest() for _, x in tensors)
+    mine = b"".join(tensor_digest(x) for _, x in tensors)
     by_rank = group.all_gather_bytes(mine, "the comparison of values")
     for i, (name, _) in enumerate(tensors):
         digests = [data[32 * i : 32 * i + 32] for data in by_rank]

@@ -35,7 +35,7 @@ from instep.memory import as_bytes
 from instep.mesh.device import fetch
 from instep.mesh.process_group import Group
 from instep.ordered.header import Header, describe_step
-from instep.ordered.replicas import compare_replicas, odd_one_out, ranks_listed, together
+from instep.ordered.replicas import compare_replicas, odd_one_out, ranks_listed
 from instep.ordered.shards import MODEL, Shard, elements
 
 AT_ONCE = 16  # parameters in a sample, at least
@@ -118,7 +118,7 @@ class ReplicaWatch:
         """The cause and the fix: was it written to since the last optimizer step, or left so by that?"""
         edited = dict(zip(self._group.ranks, (header.edited for header in headers), strict=True))
         votes = [{self._group.ranks[r]: {"": str(headers[r].edited)} for r in ranks} for ranks in self._alike]
-        odd = together([one for its in votes if (one := odd_one_out(its)) is not None])
+        odd = odd_one_out(*votes)
         if odd is None:
             return UPDATED, FIX + UNWATCHED
         since = f"since the last optimizer step {WRITTEN}"

@@ -16,7 +16,6 @@ W: number of ranks.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.mesh.process_group import Group
 from instep.ordered.generators import seed_generator, state_of
-from instep.ordered.hash import block_digests
+from instep.ordered.hash import tensor_digest
 from instep.ordered.keys import derive
 from instep.step import optimizer_guard
 from instep.step.reduction import StepPlan
@@ -284,7 +283,7 @@ def differing_values(values: Iterable[Value], group: Group) -> list[str]:
 
     Values in slices are compared with the same slice of other replicas, if there are any.
     """
-    mine = [(x.name, x.first, hashlib.sha256(b"".join(block_digests(x.tensor))).hexdigest()) for x in values]
+    mine = [(x.name, x.first, tensor_digest(x.tensor).hex()) for x in values]
     everyone = group.all_gather_bytes(json.dumps(mine).encode(), "the comparison of values")
     found: dict[tuple[str, int], dict[int, str]] = {}  # by name and first element: digests by rank
     for rank, data in zip(group.ranks, everyone, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.checkpoint.load import restore
 from instep.checkpoint.manifest import canonical
 from instep.checkpoint.state import TrainingState, merged
-from instep.ordered.stored import Source, assemble, rows_from_json, rows_to_json
+from instep.ordered.stored import Source, assemble, shards_from_json, shards_to_json
 
 RANK = "0"
 
@@ -30,7 +30,7 @@ class Elsewhere:
     def of(cls, state: TrainingState) -> Elsewhere:
         """A copy of what ``state`` holds."""
         shards = state.shards()
-        said = [rows_to_json(shard.row for shard in shards), state.ties(), state.options()]
+        said = [shards_to_json(shards), state.ties(), state.options()]
         rows, ties, options = json.loads(canonical(said))
         return cls(rows, ties, options, {x.name: x.tensor.flatten().clone() for x in shards})
 
@@ -39,7 +39,7 @@ class Elsewhere:
         out.copy_(self.values[name][first : first + out.numel()])
 
     def source(self) -> Source:
-        return Source(assemble({RANK: rows_from_json(self.rows)}), {RANK: self}, self.ties)
+        return Source(assemble({RANK: shards_from_json(self.rows)}), {RANK: self}, self.ties)
 
     def restore(self, state: TrainingState, step: int = 0, sha256: str | None = None) -> None:
         """Give ``state`` what is here, as far as it can be believed."""

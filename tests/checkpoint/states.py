@@ -14,12 +14,15 @@ from instep.checkpoint import save as saving
 from instep.checkpoint.load import newest, read_tensors
 from instep.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
 from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
-from instep.checkpoint.tensors import layout_of
 from instep.mesh.process_group import Group
-from instep.ordered.hash import state_sha256
 from instep.ordered.shards import MODEL, OPTIMIZER, Shard
+from tests.state_oracle import state_sha256
 
 ALONE = Group(None, (0,), 0, 300.0)  # once: it reads files of the system, which are none of the disk's
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 
 class Named:

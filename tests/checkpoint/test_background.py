@@ -23,10 +23,10 @@ from instep.checkpoint.state import TrainingState
 from instep.errors import PeerLost
 from instep.mesh.peers import own_peer
 from instep.mesh.process_group import Group
-from instep.ordered.hash import state_entries, state_sha256
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
-from tests.checkpoint.states import all_bits, bits, drafted, save_steps, state, whole_step
+from tests.checkpoint.states import all_bits, bits, drafted, layout_of, save_steps, state, whole_step
+from tests.state_oracle import state_entries, state_sha256
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_copies_have_the_bits_of_what_was_given_whatever_its_strides(tmp_path: P
     saver.save(tmp_path, *drafted(**{**state(1), "model": model}))
     saver.close()
     assert saver.last is not None
-    read = load.read_tensors(saver.last, MODEL_FILE, load.tensors.layout_of(model))
+    read = load.read_tensors(saver.last, MODEL_FILE, layout_of(model))
     assert all_bits(read) == all_bits(model)
     assert read["a"] is read["tied"]
 
@@ -391,5 +391,5 @@ def test_bits_of_a_copy_do_not_pass_through_another_dtype(tmp_path: Path) -> Non
     saver.save(tmp_path, *drafted(**{**state(1), "model": odd}))
     saver.close()
     assert saver.last is not None
-    read = load.read_tensors(saver.last, MODEL_FILE, load.tensors.layout_of(odd))
+    read = load.read_tensors(saver.last, MODEL_FILE, layout_of(odd))
     assert [bits(read[name]) for name in odd] == [bits(odd[name]) for name in odd]

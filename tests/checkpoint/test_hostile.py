@@ -31,12 +31,12 @@ from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
 from instep.checkpoint.shorthand import load as load_newest
 from instep.checkpoint.shorthand import save
 from instep.checkpoint.state import TrainingState
-from instep.checkpoint.tensors import contents, layout_of
+from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.nets import made, train, whole_hash
 from tests.checkpoint.no_pickle import WAYS, Unpickled, forbidden
-from tests.checkpoint.states import all_bits, save_steps
+from tests.checkpoint.states import all_bits, layout_of, save_steps
 
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'

@@ -41,7 +41,7 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def lies(shards: list[Shard]) -> list[object]:
     """All that a shard is, and where its memory is."""
-    return [(x.row, x.holders, x.tensor.data_ptr(), x.tensor.shape, x.tensor.stride()) for x in shards]
+    return [(x.layout, x.holders, x.tensor.data_ptr(), x.tensor.shape, x.tensor.stride()) for x in shards]
 
 
 def assert_as_new(state: RegisteredState) -> None:

@@ -27,7 +27,15 @@ from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.ordered.replicas import compare_replicas
 from instep.ordered.shards import without_ties
-from instep.ordered.stored import MemoryReader, Source, assemble, places, rows_from_json, rows_to_json
+from instep.ordered.stored import (
+    MemoryReader,
+    Source,
+    assemble,
+    places,
+    shards_from_json,
+    shards_to_json,
+    views,
+)
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
@@ -100,13 +108,13 @@ def test_a_rank_that_has_everything_sends_it_to_the_others(mesh: Mesh, kind: str
     shards, said = [], b""
     if mesh.rank == 0:
         shards = without_ties(state.shards(), state.ties())
-        body = {"rows": rows_to_json(x.row for x in shards), "ties": state.ties(), "options": state.options()}
+        body = {"rows": shards_to_json(shards), "ties": state.ties(), "options": state.options()}
         said = json.dumps(body).encode()
     else:
         _spoil(objects)
     body, reader = send_shards(group, 0, shards, said, "the test")
     if mesh.rank:
-        source = Source(assemble({"0": rows_from_json(body["rows"])}), {"0": reader}, body["ties"])
+        source = Source(assemble({"0": shards_from_json(body["rows"])}), {"0": reader}, body["ties"])
         restore(state, source, merged([body["options"]]), 2, None)
     state.settled()
     train(objects, range(2, 4))
@@ -119,11 +127,11 @@ def copy_to_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
     train(objects, range(2))
     state = Registered(objects).state()
     own = without_ties(state.owned(), state.ties())
-    begins, nbytes = places([x.row for x in own])
+    begins, nbytes = places(own)
     reader = MemoryReader(torch.zeros(nbytes, dtype=torch.uint8), begins)
-    for x in own:
-        reader.place(x.name, x.tensor).copy_(x.tensor)
-    body = {"rows": rows_to_json(x.row for x in own), "ties": state.ties(), "options": state.options()}
+    for x, place in zip(own, views([x.tensor for x in own], reader.memory), strict=True):
+        place.copy_(x.tensor)
+    body = {"rows": shards_to_json(own), "ties": state.ties(), "options": state.options()}
     copies[mesh.rank] = json.dumps(body), reader
     mesh.world.group.barrier("the test")
 
@@ -131,7 +139,7 @@ def copy_to_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
 def take_from_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
     objects = KINDS[kind](mesh, "other")
     bodies = [json.loads(copies[rank][0]) for rank in sorted(copies)]
-    rows = {str(rank): rows_from_json(body["rows"]) for rank, body in enumerate(bodies)}
+    rows = {str(rank): shards_from_json(body["rows"]) for rank, body in enumerate(bodies)}
     readers = {str(rank): reader for rank, (_, reader) in copies.items()}
     source = Source(assemble(rows), readers, bodies[0]["ties"])
     restore(Registered(objects).state(), source, merged([body["options"] for body in bodies]), 2, None)
@@ -168,7 +176,7 @@ def test_one_model_and_one_optimizer_have_the_state_that_they_have_without_names
     objects = {"model": model, "optimizer": optimizer}
     train(objects, range(1))
     plain, named = TrainingState(model, optimizer), Registered(objects).state()
-    assert [x.row for x in named.shards()] == [x.row for x in plain.shards()]
+    assert [x.layout for x in named.shards()] == [x.layout for x in plain.shards()]
     assert named.options() == {**plain.options(), "objects": {}, "declared_steps": {"model": 1}}
     assert named.declared_steps == plain.declared_steps == 1
     named.resume_at(5)

@@ -130,7 +130,6 @@ VALUES = [
     {"$float": "inf", "$tuple": [1]},
     Counter({2: 3, 5: 1}),
     OrderedDict([("z", 1), ("a", (2,))]),
-    {"set": {3, 1, 2}, "frozen": frozenset({"a", "b"}), "size": torch.Size([2, 3])},
     [1e-320, 0.1 + 0.2, float("inf"), -float("inf")],
     {},
     [],
@@ -142,8 +141,6 @@ def shape_of(value: Any) -> Any:
     """All of it that equality leaves open: types, signs and the order of keys."""
     if isinstance(value, dict):
         return type(value), [(shape_of(key), shape_of(each)) for key, each in value.items()]
-    if isinstance(value, set | frozenset):
-        return type(value), sorted(map(repr, value))
     if isinstance(value, list | tuple):
         return type(value), [shape_of(each) for each in value]
     return type(value), repr(value)
@@ -195,22 +192,6 @@ def test_tensors_come_back_with_dtype_and_shape_and_live_ones_are_saved() -> Non
     assert bits(found["turned"]) == bits(x.t())
 
 
-def test_numbers_and_arrays_of_numpy_come_back_as_they_were() -> None:
-    value = {
-        "best": np.float32(0.1),
-        "count": np.int64(3),
-        "flag": np.bool_(True),
-        "nan": np.float64("nan"),
-        "rows": np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::-1],
-        "zero": np.array(1.5),
-    }
-    found = moved(value)
-    for name, before in value.items():
-        assert type(found[name]) is type(before)
-        assert found[name].dtype == before.dtype and found[name].shape == before.shape
-        assert found[name].tobytes() == before.tobytes()
-
-
 class Names(NamedTuple):
     a: int
 
@@ -245,11 +226,13 @@ class Text(str):
         ({"x": torch.zeros(2).to_sparse()}, r"it/x: expected a dense tensor"),
         ({"x": torch.zeros(2, device="meta")}, r"it/x: .*a meta tensor"),
         ({"x": torch.zeros(2, dtype=torch.complex128)}, r"it/x: .*torch\.complex128"),
-        ({"x": np.array(["a"])}, r"it/x: expected an array of numbers"),
-        ({"x": np.datetime64("2001-01-01")}, r"it/x: .*datetime64"),
+        ({"x": np.zeros(2)}, r"it/x: .*got numpy\.ndarray"),
+        ({"x": np.float32(1)}, r"it/x: .*got numpy\.float32"),
+        ({1, 2}, r"it: .*builtins\.set"),
+        (torch.Size([2]), r"it: .*torch\.Size"),
         ({"0": torch.zeros(1), 0: torch.zeros(1)}, r"it/0: expected one tensor there, got two"),
         ([0.0] * 300_000, r"'it': expected at most 262144 values"),
-        (["x" * 2_000_000], r"it/0: expected at most 1048576 characters"),
+        (["x" * 300_000], r"'it': expected at most 262144 values"),
     ],
 )
 def test_what_is_neither_data_nor_a_tensor_is_refused_when_it_is_registered(value: Any, message: str) -> None:
@@ -282,16 +265,11 @@ def test_the_deepest_state_fits_into_a_manifest() -> None:
         {"$dict": [1]},
         {"$dict": [[], 1]},
         {"$Counter": [1, 2, 3]},
-        {"$Size": ["a"]},
         {"$float": "1.0"},
-        {"$number": ["float64", "00"]},
-        {"$number": ["object", "00"]},
-        {"$number": ["float64", "zz"]},
         {"$tensor": ["missing", "cpu"]},
         {"$tensor": "missing"},
-        {"$array": 3},
-        {"$tuple": [], "$set": []},
-        {"$set": [[1]]},
+        {"$tuple": [], "$dict": []},
+        {"$set": [1]},
     ],
     ids=json.dumps,
 )

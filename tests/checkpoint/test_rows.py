@@ -16,7 +16,7 @@ from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.ordered.blocks import BLOCK_ELEMENTS
 from instep.ordered.shards import Shard
-from instep.ordered.stored import assemble, rows_from_json, rows_to_json
+from instep.ordered.stored import assemble, shards_from_json, shards_to_json
 from instep.shard.optimizer import ShardedOptimizer
 from tests.checkpoint.test_stages import expected, load_and_go_on, made, train, train_and_save, world
 
@@ -53,9 +53,9 @@ def test_of_what_shard_groups_hold_alike_each_writes_a_run_and_all_of_them_every
     for shard in held:
         assert mesh.rank in shard.holders
         assert (mesh.rank + 2) % 4 in shard.holders  # at the same place in the other shard group
-    by_rank = told(mesh, rows_to_json(shard.row for shard in held))
+    by_rank = told(mesh, shards_to_json(held))
     assert by_rank[0] == by_rank[2] and by_rank[1] == by_rank[3]
-    rows = {str(rank): rows_from_json(its) for rank, its in enumerate(told(mesh, owned_rows(owned)))}
+    rows = {str(rank): shards_from_json(its) for rank, its in enumerate(told(mesh, owned_rows(owned)))}
     everything = assemble(rows)  # or it raises: each element once
     assert set(everything) == {row[0] for its in by_rank for row in its}
     sizes = [sum(row.last - row.first for row in its) for its in rows.values()]
@@ -66,7 +66,7 @@ def test_of_what_shard_groups_hold_alike_each_writes_a_run_and_all_of_them_every
 
 
 def owned_rows(owned: list[Shard]) -> Any:
-    return rows_to_json(shard.row for shard in owned)
+    return shards_to_json(owned)
 
 
 def told(mesh: Mesh, value: Any) -> list[Any]:

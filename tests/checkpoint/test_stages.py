@@ -14,12 +14,12 @@ from instep.checkpoint.load import verify
 from instep.checkpoint.shorthand import load, save
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import state_entries, state_sha256
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from tests.checkpoint.states import all_bits
 from tests.parity import numbers, world_of_one
+from tests.state_oracle import state_entries, state_sha256
 from tests.world import world as make_world
 
 world = partial(make_world, timeout_s=20.0)  # a disk takes its time

@@ -14,12 +14,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from instep.checkpoint.state import TrainingState, merged
 from instep.errors import CheckpointRejected
-from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.shards import MODEL, OPTIMIZER
-from instep.ordered.stored import UNORDERED, Source, assemble, rows_from_json
+from instep.ordered.stored import UNORDERED, Source, assemble, shards_from_json
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.nets import OPTIMIZERS, Net, made, train, whole_hash
 from tests.checkpoint.states import all_bits, bits
+from tests.state_oracle import state_entries, state_sha256
 
 MOMENT = "optimizer:exp_avg/first.bias"
 
@@ -74,7 +74,7 @@ def test_shards_are_live_and_those_of_the_hash_come_first_in_its_order() -> None
     assert [x.tensor.data_ptr() for x in hashed] == [x.data_ptr() for _, x in entries]
     assert hashed == sorted(hashed, key=lambda shard: shard.order or UNORDERED)
     assert [x.name for x in shards[len(hashed) :]] == ["optimizer:param_groups.0/lr"]
-    assert [x.row for x in state.owned()] == [x.row for x in shards]
+    assert [x.layout for x in state.owned()] == [x.layout for x in shards]
     assert state.is_complete and not state.is_divided and state.group.size == 1
 
 
@@ -365,7 +365,7 @@ def test_a_state_in_several_places_is_put_together() -> None:
             there.read_into(name, first + 4096, out)
 
     other, fresh = long()
-    rows = {str(i): rows_from_json(half) for i, half in enumerate(halves)}
+    rows = {str(i): shards_from_json(half) for i, half in enumerate(halves)}
     source = Source(assemble(rows), {"0": there, "1": Second()})
     state = TrainingState(other, fresh)
     state.put(state.read(source, there.options), there.options)

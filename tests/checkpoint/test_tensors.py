@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from instep.checkpoint.load import read_tensors
 from instep.checkpoint.save import MODEL_FILE
-from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, layout_of, room, views, write
+from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, write
 from instep.errors import CheckpointRejected
-from instep.memory import allocate
 from instep.ordered.stored import DTYPES
-from tests.checkpoint.states import all_bits, bits, vouch
+from tests.checkpoint.states import all_bits, bits, layout_of, vouch
 
 
 def trip(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,16 +212,3 @@ def test_another_shape_or_dtype_is_named_on_both_sides(tmp_path: Path, other: Te
     write(tmp_path / MODEL_FILE, {"weight": other})
     with pytest.raises(CheckpointRejected, match=r"weight: expected float32\[2, 3\], got float"):
         read(tmp_path, layout_of({"weight": torch.ones(2, 3)}))
-
-
-def test_views_are_aligned_inside_the_given_memory_and_do_not_overlap() -> None:
-    layout = [((4, 3), torch.float32), ((), torch.int64), ((0, 2), torch.int8), ((65,), torch.bool)]
-    assert room(layout) == 64 + 64 + 0 + 128
-    segment = allocate(room(layout), 64).tensor
-    placed = list(views(layout, segment))
-    assert [(tuple(x.shape), x.dtype) for x in placed] == layout
-    assert {x.data_ptr() % 64 for x in placed} == {0}
-    for number, x in enumerate(placed):
-        x.fill_(number % 2)
-    assert all(bool((x == number % 2).all()) for number, x in enumerate(placed))
-    assert placed[-1].data_ptr() + placed[-1].nbytes <= segment.data_ptr() + segment.numel()

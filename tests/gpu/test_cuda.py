@@ -17,11 +17,12 @@ from instep.mesh.join import init
 from instep.mesh.launch import launch
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.hash import SharedHash, state_entries, state_sha256
+from instep.ordered.hash import SharedHash
 from instep.ordered.keys import initialize
 from instep.ordered.norm import clip_grad_norm_
 from instep.pipeline.pipeline import Pipeline
 from instep.replicate.wrapper import DataParallel
+from tests.state_oracle import state_entries, state_sha256
 
 pytestmark = [
     pytest.mark.gpu,

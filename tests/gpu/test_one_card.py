@@ -15,9 +15,9 @@ import instep
 from instep.mesh import deterministic
 from instep.mesh.launch import launch
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.hash import state_entries, state_sha256
 from instep.ordered.norm import block_square_sums
 from instep.run.script_step import SpanPhases
+from tests.state_oracle import state_entries, state_sha256
 
 pytestmark = [
     pytest.mark.gpu,

@@ -85,7 +85,7 @@ def test_no_file_of_the_library_is_the_line_of_the_program(path):
 def test_the_site_is_the_line_of_the_program_also_while_the_work_is_on_a_lane():
     flight, lane, go_on = FlightRecorder(0), Lane("a lane"), threading.Event()
     # Without a function of this file, whose frame would be the lane's own.
-    lane.submit("to begin", partial(flight.begin, "on a lane")).wait(time.monotonic() + PATIENCE_S)
+    lane.submit("to begin", partial(flight.begin, "on a lane")).arrive(PATIENCE_S)
     held = lane.submit("to go on", partial(go_on.wait, PATIENCE_S))
     row = flight.row()
     go_on.set()

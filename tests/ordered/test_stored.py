@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.errors import CheckpointRejected
+from instep.memory import allocate
 from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.shards import MODEL, Row
+from instep.ordered.shards import MODEL, Shard
 from instep.ordered.stored import (
     Source,
-    StoredTensor,
     assemble,
-    rows_from_json,
-    rows_to_json,
+    offsets,
+    shards_from_json,
+    shards_to_json,
     stored_from_json,
     stored_to_json,
+    views,
 )
 
 B = BLOCK_ELEMENTS
@@ -39,9 +41,9 @@ class Held:
         out.copy_(torch.arange(begin, begin + out.numel()))
 
 
-def rows(*edges: tuple[int, int], numel: int) -> dict[str, list[Row]]:
+def rows(*edges: tuple[int, int], numel: int) -> dict[str, list[Shard]]:
     """Each piece is in a place of its own."""
-    return {str(i): [Row(NAME, (numel,), torch.int64, *ends, None)] for i, ends in enumerate(edges)}
+    return {str(i): [Shard(NAME, (numel,), torch.int64, *ends, None)] for i, ends in enumerate(edges)}
 
 
 def body(*edges: tuple[int, int], numel: int) -> Any:
@@ -50,30 +52,14 @@ def body(*edges: tuple[int, int], numel: int) -> Any:
     return {"entries": {NAME: [[numel], "int64", pieces]}, "ties": {}}
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, B), st.randoms(), st.data())
-def test_any_range_is_read_from_as_many_pieces_as_it_takes(lengths, last_block, random, data) -> None:
-    ends = [B * sum(lengths[: i + 1]) for i in range(len(lengths))]
-    edges = [(first, last) for first, last in zip([0, *ends], ends, strict=False) if first < last]
-    edges.append((ends[-1], ends[-1] + last_block))
-    numel = edges[-1][1]
-    random.shuffle(edges)
-    tensors = assemble(rows(*edges, numel=numel))
-    assert_any_range_can_be_read(tensors, edges, numel, data)
-    assert stored_from_json(json.loads(json.dumps(stored_to_json(tensors, {})))) == (tensors, {})
-
-
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.randoms(), st.data())
-def test_a_manifest_may_cut_a_tensor_anywhere(lengths, random, data) -> None:
+def test_any_range_is_read_from_as_many_pieces_as_it_takes(lengths, random, data) -> None:
     edges = [(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths)) if lengths[i]]
-    edges = edges or [(0, 0)]
+    edges, numel = edges or [(0, 0)], sum(lengths)
     random.shuffle(edges)
-    tensors, _ = stored_from_json(body(*edges, numel=sum(lengths)))
-    assert_any_range_can_be_read(tensors, edges, sum(lengths), data)
-
-
-def assert_any_range_can_be_read(
-    tensors: dict[str, StoredTensor], edges: list[tuple[int, int]], numel: int, data: st.DataObject
-) -> None:
+    tensors, _ = stored_from_json(body(*edges, numel=numel))
+    assert tensors == assemble(rows(*edges, numel=numel))
+    assert stored_from_json(json.loads(json.dumps(stored_to_json(tensors, {})))) == (tensors, {})
     source = Source(tensors, {str(i): Held(first) for i, (first, _) in enumerate(edges)})
     first = data.draw(st.integers(0, numel))
     last = data.draw(st.integers(first, numel))
@@ -85,52 +71,85 @@ def assert_any_range_can_be_read(
 
 
 @pytest.mark.parametrize(
-    ("edges", "message"),
+    "edges",
     [
-        ([(0, 4), (6, 10)], "begins at element 4"),
-        ([(2, 10)], "begins at element 0"),
-        ([(0, 9)], "10 elements"),
-        ([(0, 11)], "10 elements"),
-        ([(0, 6), (5, 10)], "each element once"),
-        ([(0, 10), (0, 10)], "each element once"),
-        ([(0, 4), (4, 3), (4, 10)], "ends after 4"),
-        ([], "10 elements"),
+        [(0, 4), (6, 10)],
+        [(2, 10)],
+        [(0, 9)],
+        [(0, 11)],
+        [(0, 6), (5, 10)],
+        [(0, 10), (0, 10)],
+        [(0, 4), (4, 3), (4, 10)],
+        [(0, 10), (10, 10)],
+        [],
     ],
-    ids=["hole", "no begin", "no end", "too long", "overlap", "twice", "backwards", "nothing"],
+    ids=[*("hole", "no begin", "no end", "too long", "overlap", "twice", "backwards", "empty", "nothing")],
 )
-def test_holes_and_overlaps_are_rejected(edges: list[tuple[int, int]], message: str) -> None:
-    with pytest.raises(CheckpointRejected, match=message):
+def test_holes_and_overlaps_are_rejected(edges: list[tuple[int, int]]) -> None:
+    got = ", ".join(f"{first} to {last} in {i}" for i, (first, last) in enumerate(edges))
+    expected = (
+        f"'{NAME}': expected shards that together have each of 10 elements once, .* got {got or 'none'}:"
+    )
+    with pytest.raises(CheckpointRejected, match=expected):
         stored_from_json(body(*edges, numel=10))
-    wide = [(first * B, last * B) for first, last in edges]
-    got = ", ".join(f"{first} to {last} in {i}" for i, (first, last) in enumerate(wide))
-    expected = rf"'{NAME}': expected shards that follow .* up to the end at {10 * B}, each once, got {got}:"
     for error in (CheckpointRejected, ValueError):
         if edges:
             with pytest.raises(error, match=expected):
-                assemble(rows(*sorted(wide), numel=10 * B), error)
+                assemble(rows(*edges, numel=10), error)
 
 
-@pytest.mark.parametrize("edge", [5, B - 1, B + 1, 2 * B - 1])
-def test_ranks_do_not_cut_a_block_which_none_of_them_could_hash(edge: int) -> None:
-    with pytest.raises(CheckpointRejected, match=f"at multiples of {B}"):
-        assemble(rows((0, edge), (edge, 2 * B), numel=2 * B))
+L, R, T = [[0, 4], [0, 3]], [[0, 4], [3, 6]], [[0, 2], [0, 6]]
 
 
-def test_the_last_block_of_a_tensor_may_be_shorter() -> None:
-    assert assemble(rows((0, B), (B, B + 1), numel=B + 1))[NAME].num_blocks == 2
+@pytest.mark.parametrize(
+    ("pieces", "sound"),
+    [
+        ([[0, 12, L], [0, 12, R]], True),
+        ([[0, 5, L], [5, 12, L], [0, 12, R]], True),
+        ([[0, 12, L]], False),
+        ([[0, 12, L], [0, 12, T]], False),
+        ([[0, 12, L], [0, 11, R]], False),
+        ([[0, 12, L], [0, 12, R], [0, 24]], False),
+        ([[0, 12, L], [0, 12, L], [0, 12, R]], False),
+        *(
+            ([[0, 12, L], [0, 12, box]], False)
+            for box in ([[0, 4]], [[0, 4], [3, 7]], [[0, 4], [6, 3]], [[0, 4], [3]], [[0, 4], 3], None, 7)
+        ),
+    ],
+    ids=repr,
+)
+def test_boxes_make_up_the_tensor(pieces: list[list[Any]], sound: bool) -> None:
+    told = [[first, last, str(i), *box] for i, (first, last, *box) in enumerate(pieces)]
+    manifest = {"entries": {NAME: [[4, 6], "int64", told]}, "ties": {}}
+    rows = {str(i): [[NAME, [4, 6], "int64", a, b, None, *box]] for i, (a, b, *box) in enumerate(pieces)}
+    if sound:
+        tensors, _ = stored_from_json(manifest)
+        assert tensors == assemble({place: shards_from_json(its) for place, its in rows.items()})
+        assert json.loads(json.dumps(stored_to_json(tensors, {}))) == manifest
+        return
+    with pytest.raises(CheckpointRejected):
+        stored_from_json(manifest)
+    with pytest.raises(CheckpointRejected):
+        assemble({place: shards_from_json(its) for place, its in rows.items()})
+
+
+def test_a_place_has_one_piece_of_a_tensor() -> None:
+    pieces = [[0, 5, "file"], [5, 10, "file"]]
+    with pytest.raises(CheckpointRejected, match="one shard per place, got 0 to 5 in file, 5 to 10 in file"):
+        stored_from_json({"entries": {NAME: [[10], "int64", pieces]}, "ties": {}})
 
 
 def test_a_tensor_without_elements_is_in_one_place() -> None:
     (stored,) = assemble(rows((0, 0), numel=0)).values()
-    assert (stored.numel, stored.num_blocks) == (0, 0)
+    assert stored.numel == 0
     for edges in ([(0, 0), (0, 0)], [(0, 0)] * 3):
-        with pytest.raises(CheckpointRejected, match="each once"):
+        with pytest.raises(CheckpointRejected, match="each of 0 elements once"):
             assemble(rows(*edges, numel=0))
-        with pytest.raises(CheckpointRejected, match="one piece of nothing"):
+        with pytest.raises(CheckpointRejected, match="each of 0 elements once"):
             stored_from_json(body(*edges, numel=0))
 
 
-OURS = Row(NAME, (2 * B,), torch.int64, 0, B, (3, ""))
+OURS = Shard(NAME, (2 * B,), torch.int64, 0, B, (3, ""))
 
 
 @pytest.mark.parametrize(
@@ -152,55 +171,39 @@ def test_places_that_mean_different_tensors_are_rejected(other: dict[str, Any], 
 
 def test_tensors_are_in_the_order_of_the_hash_and_what_is_not_hashed_comes_last() -> None:
     places = {"a": (2, "exp_avg"), "b": None, "c": (0, ""), "d": (10, ""), "e": (2, ""), "f": None}
-    told = [Row(MODEL + name, (1,), torch.int8, 0, 1, order) for name, order in places.items()]
+    told = [Shard(MODEL + name, (1,), torch.int8, 0, 1, order) for name, order in places.items()]
     assert [name.removeprefix(MODEL) for name in assemble({"0": told[:3], "1": told[3:]})] == list("ceadbf")
 
 
 ROW: list[Any] = [NAME, [2], "int64", 0, 2, [7, "exp_avg"]]
+SHAPES = [[-2], [True], [1.0], [2**40, 2**40], [2**62] * 64, [2**62, 2**62, 0], [1] * 65, None, 2]
+ORDERS = [7, [7], ["exp_avg", 7, 7], [7, None], {}, *([number, ""] for number in (-1, None, True, 2**63))]
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "row",
     [
-        (["weight", *ROW[1:]], "a name that begins with"),
-        ([None, *ROW[1:]], "a name that begins with"),
-        *(
-            ([NAME, shape, *ROW[2:]], "a shape that a tensor can have")
-            for shape in (
-                [-2],
-                [True],
-                [1.0],
-                [2**40, 2**40],
-                [2**62] * 64,
-                [2**62, 2**62, 0],
-                [1] * 65,
-                None,
-                2,
-            )
-        ),
-        *(([*ROW[:2], dtype, *ROW[3:]], "a dtype among") for dtype in ("object", "load", [], None)),
-        ([*ROW[:4], True, None], "a whole number"),
-        ([*ROW[:3], -1, 2, None], "a whole number"),
-        ([*ROW[:4], 2**63, None], "a whole number"),
-        *(([*ROW[:5], order], "a number and a key") for order in (7, [7], ["exp_avg", 7, 7], [7, None], {})),
-        *(([*ROW[:5], [number, ""]], "a whole number") for number in (-1, None, True, 2**63)),
-        (ROW[:5], "name, shape, dtype, first, last and order"),
-        (None, "name, shape, dtype, first, last and order"),
-        ({}, "name, shape, dtype, first, last and order"),
+        *([name, *ROW[1:]] for name in ("weight", None)),
+        *([NAME, shape, *ROW[2:]] for shape in SHAPES),
+        *([*ROW[:2], dtype, *ROW[3:]] for dtype in ("object", "load", [], None)),
+        *([*ROW[:3], *ends, None] for ends in ((0, True), (-1, 2), (0, 2**63))),
+        *([*ROW[:5], order] for order in ORDERS),
+        *([*ROW, box] for box in (None, [], [[0, 3]], [[1, 1]], [[0, 1], [0, 1]])),
+        *(ROW[:5], None, {}, [*ROW, [[0, 1]], 1]),
     ],
     ids=lambda x: repr(x)[:60],
 )
-def test_rows_from_elsewhere_are_believed_only_as_far_as_they_are_sound(row: Any, message: str) -> None:
-    assert rows_from_json([ROW]) == [Row(NAME, (2,), torch.int64, 0, 2, (7, "exp_avg"))]
-    with pytest.raises(CheckpointRejected, match=message):
-        rows_from_json([ROW, row])
+def test_rows_from_elsewhere_are_believed_only_as_far_as_they_are_sound(row: Any) -> None:
+    assert shards_from_json([ROW]) == [Shard(NAME, (2,), torch.int64, 0, 2, (7, "exp_avg"))]
+    with pytest.raises(CheckpointRejected, match=r"expected a name that begins with model:, .*, got"):
+        shards_from_json([ROW, row])
 
 
 def test_rows_are_a_list_and_each_is_there_once() -> None:
     with pytest.raises(CheckpointRejected, match="expected a list"):
-        rows_from_json({})
-    with pytest.raises(CheckpointRejected, match="each once"):
-        assemble({"0": rows_from_json([ROW, ROW])})
+        shards_from_json({})
+    with pytest.raises(CheckpointRejected, match="one shard per place"):
+        assemble({"0": shards_from_json([ROW, ROW])})
 
 
 @pytest.mark.parametrize(
@@ -232,8 +235,21 @@ def test_what_a_manifest_says_is_believed_only_as_far_as_it_is_sound(change: dic
 
 def test_rows_travel() -> None:
     sent = [
-        Row(NAME, (3, 4), torch.bfloat16, 2, 7, (0, "")),
-        Row("optimizer:step/weight", (), torch.float32, 0, 1, (9, "step")),
-        Row("optimizer:param_groups.0/lr", (), torch.float32, 0, 1, None),
+        Shard(NAME, (3, 4), torch.bfloat16, 2, 7, (0, "")),
+        Shard(NAME, (3, 4), torch.bfloat16, 2, 4, (0, ""), ((0, 3), (1, 3))),
+        Shard("optimizer:step/weight", (), torch.float32, 0, 1, (9, "step")),
+        Shard("optimizer:param_groups.0/lr", (), torch.float32, 0, 1, None),
     ]
-    assert rows_from_json(json.loads(json.dumps(rows_to_json(sent)))) == sent
+    assert shards_from_json(json.loads(json.dumps(shards_to_json(sent)))) == sent
+
+
+def test_views_are_aligned_inside_the_given_memory_and_do_not_overlap() -> None:
+    layout = [((4, 3), torch.float32), ((), torch.int64), ((0, 2), torch.int8), ((65,), torch.bool)]
+    like = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
+    assert offsets(x.nbytes for x in like) == [0, 64, 128, 128, 256]
+    placed = views(like, allocate(256, 64).tensor)
+    assert [(tuple(x.shape), x.dtype) for x in placed] == layout
+    assert {x.data_ptr() % 64 for x in placed} == {0}
+    for number, x in enumerate(placed):
+        x.fill_(number % 2)
+    assert all(bool((x == number % 2).all()) for number, x in enumerate(placed))

@@ -15,8 +15,9 @@ import instep
 from instep.checkpoint.state import TrainingState
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import SharedHash, state_entries, state_sha256
+from instep.ordered.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
+from tests.state_oracle import state_entries, state_sha256
 from tests.world import world
 
 WIDTH, ROWS, G, STEPS = 8, 4, 6, 3

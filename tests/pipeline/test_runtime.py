@@ -21,13 +21,14 @@ from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.ordered.exchange import OrderedAllReduce
-from instep.ordered.hash import SharedHash, state_entries, state_sha256
+from instep.ordered.hash import SharedHash
 from instep.pipeline import schedules
 from instep.pipeline.simulate import StageTimes, simulate
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.stages import pipeline_figures
 from instep.work import Handle
 from tests.parity import world_of_one
+from tests.state_oracle import state_entries, state_sha256
 from tests.world import world
 
 G, STEPS, MAX_NORM = 6, 2, 0.1

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import instep
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import Entry
 from instep.ordered.node_format import BucketNodes, NodeFormat
 from instep.ordered.tree import Node
 from instep.replicate.server import ParameterServer
@@ -24,6 +23,7 @@ from tests.ordered.rounded_nodes import FORMATS, by_hand
 from tests.parity import _kept as kept
 from tests.parity import adamw, assert_same_bits, filled, world_of_one
 from tests.replicate.nets import WIDTH, data
+from tests.state_oracle import Entry
 from tests.world import world
 
 EVERY = pytest.mark.parametrize("nodes", FORMATS, ids=str)

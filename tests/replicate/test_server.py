@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from instep.errors import PeerLost
 from instep.events import Event
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import state_entries
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
@@ -28,6 +27,7 @@ from tests.parity import (
 )
 from tests.replicate.nets import OTHER, PLAIN, Dense, mean_square
 from tests.replicate.replicas import equal_everywhere, square
+from tests.state_oracle import state_entries
 from tests.world import world
 
 WITHOUT_RANDOM = PLAIN | OTHER

@@ -21,13 +21,13 @@ import instep
 from instep.events import Recorder
 from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import Entry, state_entries
 from instep.ordered.norm import clip_grad_norm_
 from instep.replicate.replica import Replica
 from instep.replicate.threads import ThreadedReplicas, tree_sum
 from instep.step.micro_batches import MicroBatch
 from tests.parity import Training, _tree_sum, assert_same_bits, bits_of_one, filled, momentum, numbers
 from tests.replicate.nets import OTHER, PLAIN, Dense, Segments, Tied, Twice, data, gpt, mean_square
+from tests.state_oracle import Entry, state_entries
 from tests.world import world
 
 WITHOUT_RANDOM = PLAIN | OTHER

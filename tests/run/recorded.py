@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import sampled_blocks, state_digests, state_entries
 from instep.ordered.norm import grad_norm
 from instep.replicate.gradient_hashes import observe_gradients
 from instep.replicate.wrapper import DataParallel
@@ -18,6 +17,7 @@ from instep.run.jsonl import JsonLines
 from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement
 from instep.run.writer import MicroBatchHashes
 from tests.parity import filled, numbers
+from tests.state_oracle import sampled_blocks, state_digests, state_entries
 
 WIDTH, NUM_LEAVES = 70, 4  # the weight of a layer has two blocks
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import sampled_blocks
 from instep.run.compare import (
     BEFORE,
     COMPUTING,
@@ -26,6 +25,7 @@ from instep.run.jsonl import JsonLines
 from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement, RecordedRun, RecordedStep, read_run
 from tests.parity import world_of_one
 from tests.run.recorded import Plan, one_ulp, record
+from tests.state_oracle import sampled_blocks
 from tests.world import world
 
 
