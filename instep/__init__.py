@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from instep.data.loader import Loader
     from instep.mesh.join import init
     from instep.mesh.mesh import get
-    from instep.ordered.evaluation import gather, mean
-    from instep.ordered.keys import initialize
-    from instep.ordered.norm import clip_grad_norm_
     from instep.pipeline.pipeline import Pipeline
+    from instep.reduce.evaluation import gather, mean
+    from instep.reduce.norm import clip_grad_norm_
     from instep.replicate.server import ParameterServer
     from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
+    from instep.rng.keys import initialize
     from instep.run.script_run import Run
     from instep.shard.fully import full_state_dict, fully_shard
     from instep.shard.optimizer import ShardedOptimizer
@@ -60,15 +60,15 @@ _HOMES = {
     "Run": "instep.run.script_run",
     "ShardedOptimizer": "instep.shard.optimizer",
     "ThreadedReplicas": "instep.replicate.threads",
-    "clip_grad_norm_": "instep.ordered.norm",
+    "clip_grad_norm_": "instep.reduce.norm",
     "full_state_dict": "instep.shard.fully",
     "fully_shard": "instep.shard.fully",
-    "gather": "instep.ordered.evaluation",
+    "gather": "instep.reduce.evaluation",
     "get": "instep.mesh.mesh",
     "init": "instep.mesh.join",
-    "initialize": "instep.ordered.keys",
+    "initialize": "instep.rng.keys",
     "load": "instep.checkpoint.shorthand",
-    "mean": "instep.ordered.evaluation",
+    "mean": "instep.reduce.evaluation",
     "save": "instep.checkpoint.shorthand",
     "trace": "instep.timeline.trace",
 }

@@ -96,7 +96,7 @@ class Timeline:
 
 
 class DeviceMarks(Protocol):
-    """Times work on a device, which continues after Python has issued it (``instep.mesh.device.Marks``)."""
+    """Times work on a device, which continues after Python has issued it (``instep.net.device.Marks``)."""
 
     def begin(self) -> Any: ...
     def end(self, begun: Any, what: Any) -> None: ...

@@ -1,7 +1,7 @@
 """Private memory that is kept beyond one operation.
 
 Scratch memory is allocated here, and so are buckets where the backend has no memory that all ranks can map;
-``mesh.process_group.Group.allocate`` decides. Every address is aligned: some matrix kernels choose another
+``net.process_group.Group.allocate`` decides. Every address is aligned: some matrix kernels choose another
 code path, and so other bits, when an operand is not on a vector boundary.
 """
 

@@ -126,7 +126,7 @@ def pytest_collection_finish() -> None:
         importlib.import_module("torch._dynamo")  # the first optimizer would, and leave it to the collector
     gc.collect()
     gc.freeze()
-    if (launching := _loaded("instep.mesh.launch")) is not None:
+    if (launching := _loaded("instep.launch.launch")) is not None:
         launching.PRELOAD = (*launching.PRELOAD, *RANKS_IMPORT)  # type: ignore[attr-defined]
 
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from instep.mesh.host_group import HostGroup
 from instep.mesh.mesh import Mesh
-from instep.mesh.peers import Peer
-from instep.mesh.process_group import Group
+from instep.net.host_group import HostGroup
+from instep.net.peers import Peer
+from instep.net.process_group import Group
 
 
 class _Made:

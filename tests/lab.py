@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from instep.bench.hosts import Network, network, obstacle
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 why_not = cache(obstacle)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.mesh.mesh import Mesh, build
-from instep.ordered.keys import derive
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
+from instep.rng.keys import derive
 from instep.step.micro_batches import MicroBatch
 from tests.state_oracle import Entry, state_entries
 

@@ -29,12 +29,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.mesh.launch import launch, warm
-from instep.mesh.launch_environment import LaunchEnvironment, detect
+from instep.launch.launch import launch, warm
+from instep.launch.launch_environment import LaunchEnvironment, detect
+from instep.launch.rank_exit import RankFailed
 from instep.mesh.mesh import build
-from instep.mesh.process_group import default_store
-from instep.mesh.rank_exit import RankFailed
-from instep.mesh.store import backend_timeout
+from instep.net.process_group import default_store
+from instep.net.store import backend_timeout
 
 REPLY_LIMIT_BYTES = 1 << 16
 JOIN_S = 10

@@ -26,17 +26,17 @@ from instep.checkpoint.state import TrainingState, merged
 from instep.errors import PeerLost
 from instep.mesh.axes import resolve
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, no_store
-from instep.mesh.store import backend_timeout
-from instep.ordered.hash import SharedHash
-from instep.ordered.homes import offered
-from instep.ordered.norm import clip_grad_norm_
-from instep.ordered.shards import without_ties
-from instep.ordered.stored import Source, assemble, shards_from_json, shards_to_json
+from instep.net.store import backend_timeout
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.shard_groups import shard_group_of
+from instep.state.hash import SharedHash
+from instep.state.homes import offered
+from instep.state.shards import without_ties
+from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
 from instep.step.micro_batches import MicroBatch
 from tests.parity import LeafStep, fill, filled, world_of_one
 from tests.world import raw_groups
@@ -101,7 +101,7 @@ class Kind:
 
 @dataclass
 class Kept:
-    """What one rank holds of a state, copied; a place of elements (``ordered.stored.Reader``)."""
+    """What one rank holds of a state, copied; a place of elements (``state.stored.Reader``)."""
 
     rows: Json
     ties: Json

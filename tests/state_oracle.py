@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.ordered.blocks import BLOCK_ELEMENTS
+from instep.reduce.blocks import BLOCK_ELEMENTS
 
 Entry = tuple[str, Tensor]
 

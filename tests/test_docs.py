@@ -15,7 +15,7 @@ from torch import nn
 
 import instep
 from instep.bench.tables import write_between
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 from instep.recipes import text_config
 from instep.run.toml import flatten
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 from instep.bench.hosts import INTERFACE, network
-from instep.ordered.hierarchical_transport import HierarchicalTransport
+from instep.reduce.hierarchical_transport import HierarchicalTransport
 from tests.lab import on_each, two_hosts
 from tests.state_oracle import state_entries, state_sha256
 

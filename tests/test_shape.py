@@ -21,12 +21,15 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # From the bottom up; folders of one row do not know each other. "" is the package itself, its public names.
 ROWS = (
     ("errors", "regular_files", "native"),
-    ("ring_buffer",),
+    ("ring_buffer", "hook"),
     ("events",),
-    ("memory", "work"),
+    ("memory",),
+    ("launch",),
+    ("net",),
     ("mesh",),
-    ("comm", "shm"),
-    ("ordered", "models"),
+    ("comm", "shm", "rng"),
+    ("reduce",),
+    ("state", "models"),
     ("step", "data"),
     ("verify",),
     ("replicate", "shard"),
@@ -51,17 +54,17 @@ PURE = (
     "instep.native.build",
     "instep.native.library",
     "instep.mesh.axes",
-    "instep.mesh.rank_exit",
-    "instep.mesh.rank_process",
-    "instep.mesh.launch_environment",
-    "instep.mesh.memory_file",
-    "instep.mesh.process_memory",
-    "instep.mesh.process_state",
+    "instep.launch.rank_exit",
+    "instep.launch.rank_process",
+    "instep.launch.launch_environment",
+    "instep.launch.memory_file",
+    "instep.launch.process_memory",
+    "instep.launch.process_state",
     "instep.comm.algorithms",
     "instep.comm.cost",
-    "instep.comm.messages",
+    "instep.net.messages",
     "instep.comm.play",
-    "instep.ordered.tree",
+    "instep.reduce.tree",
     "instep.pipeline.actions",
     "instep.pipeline.check",
     "instep.pipeline.closed_forms",
@@ -114,8 +117,8 @@ PURE = (
     "instep.cli.train",
 )
 
-MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 50  # below the docstring
+MAX_FILE_LINES = 800
+MAX_FUNCTION_LINES = 60  # below the docstring
 TOO_LONG: set[str] = set()  # "path", or "path:function"
 # torch, after --help and usage errors
 LAZY_IMPORTS = {f"instep/cli/{word}.py" for word in ("bench", "doctor", "report", "run", "train")}
@@ -128,24 +131,24 @@ ANYWHERE = {
 }
 BELOW_RUN = {r"os\.(environ|getenv|putenv)": "parts are handed what they need"}
 ENVIRONMENT_READERS = {
-    "instep/mesh/forkserver.py",
-    "instep/mesh/launch.py",
-    "instep/mesh/rank_process.py",
+    "instep/launch/forkserver.py",
+    "instep/launch/launch.py",
+    "instep/launch/rank_process.py",
     "instep/mesh/deterministic.py",
     "instep/mesh/join.py",
     "instep/native/build.py",  # a command, not a part: CC says which compiler
 }
 ENVIRONMENT_WRITERS = {
     "instep/cli/main.py",  # takes out what a notebook has put there
-    "instep/mesh/rank_process.py",
-    "instep/mesh/forkserver.py",
+    "instep/launch/rank_process.py",
+    "instep/launch/forkserver.py",
     "instep/mesh/deterministic.py",
     "instep/mesh/join.py",
     "instep/run/loggers.py",  # for as long as W&B starts, which reads one setting from there alone
 }
 # To the store of a launcher others may write: it says who is there and who waits, and no path, ever.
 STORE = r"\bstore\.(get|wait|check|compare_set|queue_pop)\("
-STORE_READERS = {"instep/mesh/store.py", "instep/shm/handshake.py"}
+STORE_READERS = {"instep/net/store.py", "instep/shm/handshake.py"}
 WRITES = r"os\.(environ(\[.*\] *=[^=]|\.(pop|update|setdefault|clear)\()|putenv|unsetenv)|del os\.environ"
 IN_TESTS = {r"time\.sleep\(": "wait for the thing itself, or inject the fault"}
 NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
@@ -155,7 +158,7 @@ NO_IDEA = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 WHAT_IS_TRAINED = ("instep.models", "instep.data", "instep.recipes")
 # Files of one name, and why: a command beside what it calls, or one idea in two folders, to be compared.
 SAME_NAME = {
-    "buckets.py": {"bench", "ordered"},
+    "buckets.py": {"bench", "reduce"},
     "collectives.py": {"bench", "shm"},
     "compare.py": {"cli", "run"},
     "doctor.py": {"bench", "cli"},
@@ -181,7 +184,7 @@ ONE_USER = {
     "instep/data/rows.py",
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
-    "instep/ordered/hierarchical_transport.py",
+    "instep/reduce/hierarchical_transport.py",
     "instep/pipeline/connections.py",
     "instep/pipeline/first_values.py",
     "instep/pipeline/layer_costs.py",

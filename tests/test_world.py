@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.mesh.rank_exit import RankFailed
+from instep.launch.rank_exit import RankFailed
 from tests.pool import Job, run_in_pool
 from tests.world import world
 

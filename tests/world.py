@@ -31,11 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.mesh.hang_report import running_frames
+from instep.launch.rank_exit import ErrorRecord, Exit, root_cause
 from instep.mesh.mesh import Mesh, build
-from instep.mesh.process_group import MakeGroup
-from instep.mesh.rank_exit import ErrorRecord, Exit, root_cause
-from instep.mesh.store import backend_timeout
+from instep.net.hang_report import running_frames
+from instep.net.process_group import MakeGroup
+from instep.net.store import backend_timeout
 from instep.shm import connect
 from tests.pool import Job, run_in_pool
 

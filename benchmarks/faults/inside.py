@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import instep.mesh.rank_process
+import instep.launch.rank_process
 import instep.run.script
 from benchmarks.faults.command import MOMENT
 from instep.cli.main import main
@@ -136,9 +136,9 @@ def live(*args: Any) -> None:
     _live(*args)
 
 
-_live = instep.mesh.rank_process.run_child
+_live = instep.launch.rank_process.run_child
 if __name__ == "__mp_main__":  # as multiprocessing calls the main module in a process that it has started
-    instep.mesh.rank_process.run_child = live
+    instep.launch.rank_process.run_child = live
 
 if __name__ == "__main__":
     hooks, rest = parse(sys.argv[1:])

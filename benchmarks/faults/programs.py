@@ -16,7 +16,7 @@ from torch import nn
 
 import instep
 from benchmarks.faults.command import MOMENT
-from instep.mesh.launch import RankFailed, launch
+from instep.launch.launch import RankFailed, launch
 
 ODD = 1
 LENGTH = 1000

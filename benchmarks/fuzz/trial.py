@@ -40,9 +40,9 @@ from benchmarks.fuzz.programs import (
     program,
 )
 from instep.mesh.mesh import Mesh
-from instep.ordered.alignment import align
-from instep.ordered.keys import LeafKeys
+from instep.rng.keys import LeafKeys
 from instep.shard.shard_groups import shard_group_of
+from instep.state.alignment import align
 from instep.step.micro_batches import MicroBatch
 from tests.far import evenly, hosts
 from tests.parity import _tree_sum, wide, world_of_one

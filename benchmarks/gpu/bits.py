@@ -17,11 +17,11 @@ from torch.nn import functional as F
 import instep
 from benchmarks.gpu.part import Part, main
 from instep.checkpoint.state import TrainingState
+from instep.launch.launch import RankFailed, launch
 from instep.mesh import deterministic
-from instep.mesh.launch import RankFailed, launch
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.hash import SharedHash
+from instep.state.hash import SharedHash
 
 NUM_LEAVES, BATCH, CONTEXT = 8, 2, 32
 ADAMW = {"lr": 1e-3, "fused": True}

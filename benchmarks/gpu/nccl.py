@@ -19,8 +19,8 @@ import torch.distributed as dist
 import instep
 from benchmarks.gpu.bits import setting_of, train
 from benchmarks.gpu.part import Part, main
+from instep.launch.launch import RankFailed, launch
 from instep.mesh import deterministic
-from instep.mesh.launch import RankFailed, launch
 
 LIMIT_S = 30.0
 MPS = "nvidia-cuda-mps-control"

@@ -33,10 +33,10 @@ from instep.bench.workloads import Workload
 from instep.bench.worlds import over_link
 from instep.cli.exit_codes import DONE
 from instep.cli.train import train
-from instep.ordered.buckets import Bucket, make_buckets
-from instep.ordered.node_format import NodeFormat
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, ParallelConfig
+from instep.reduce.buckets import Bucket, make_buckets
+from instep.reduce.node_format import NodeFormat
 from instep.run.folder import SUMMARY
 
 HERE = Path(__file__).parent

@@ -45,7 +45,7 @@ from instep.bench.tables import (
 )
 from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.mesh.mesh import Mesh, build
-from instep.mesh.process_group import default_store, from_store
+from instep.net.process_group import default_store, from_store
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/pipeline/against_torch.py"

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.pipeline.balance_rank import measure
 from instep.bench import tables
 from instep.bench.worlds import slowest_rank
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/pipeline/balance.py"

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 import instep
 from instep.bench.tables import markdown, write_between, write_json
+from instep.launch.launch import launch
 from instep.mesh.join import init
-from instep.mesh.launch import launch
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import initialize
+from instep.rng.keys import initialize
 
 HERE = Path(__file__).parent
 RANKS, STEPS, BUDGET_MB = 4, 3, 1200

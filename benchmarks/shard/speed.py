@@ -33,7 +33,7 @@ from instep.bench.variants import SharedModel
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.events import LANES, PARAMETER_GATHER
-from instep.ordered.hash import described, state_digests
+from instep.state.hash import described, state_digests
 
 HERE = Path(__file__).parent
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}

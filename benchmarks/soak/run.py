@@ -34,8 +34,8 @@ from torch import Tensor
 
 import instep
 from instep.bench import tables
-from instep.mesh.launch import launch
-from instep.mesh.rank_exit import RankFailed
+from instep.launch.launch import launch
+from instep.launch.rank_exit import RankFailed
 from instep.shm.group_segment import HALF_BYTES
 
 HERE = Path(__file__).parent

@@ -18,8 +18,8 @@ from typing import Any
 from instep.bench.tables import markdown, paired_ratio, write_between, write_json
 from instep.bench.worlds import World
 from instep.events import Event, Recorder
+from instep.launch.launch import launch
 from instep.mesh.join import init
-from instep.mesh.launch import launch
 from instep.recipes import text_config
 from instep.recipes.text_config import merge
 from instep.timeline import trace_files

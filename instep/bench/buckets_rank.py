@@ -18,9 +18,9 @@ from instep.bench.variants import SharedModel
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Recorder
-from instep.mesh.device import synchronize
-from instep.mesh.host_group import group_over
-from instep.mesh.process_group import Group
+from instep.net.device import synchronize
+from instep.net.host_group import group_over
+from instep.net.process_group import Group
 from instep.replicate.wrapper import DataParallel
 
 WARM_UP = 2  # the first step learns the order of the gradients, the second sends by it for the first time
@@ -102,7 +102,7 @@ def _link(
 
 
 def _all_reduce(group: Group, nbytes: int, device: torch.device, *, ordered: bool) -> Callable[[], object]:
-    """An all-reduce of ``nbytes``: the backend's, or as ``ordered.exchange`` does it, with its own adds."""
+    """An all-reduce of ``nbytes``: the backend's, or as ``reduce.exchange`` does it, with its own adds."""
     W = group.size
     x = torch.zeros(nbytes // 4 // W * W, device=device)
     if not ordered:

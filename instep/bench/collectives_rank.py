@@ -29,10 +29,10 @@ from instep.bench.bandwidth import IN_PARTS, array_bytes, available_bytes, whole
 from instep.bench.tables import size_text
 from instep.bench.worlds import World
 from instep.comm.algorithms import SCHEDULES
-from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.comm.schedule import Schedule
-from instep.mesh.device import num_gpus
+from instep.net.device import num_gpus
+from instep.net.messages import Messages
 from instep.shm import ShmGroup  # which registers the backend
 from instep.shm.segment import why_not
 

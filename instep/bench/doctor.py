@@ -25,18 +25,19 @@ from torch.nn import functional as F
 
 from instep.checkpoint import contract
 from instep.errors import InstepError
-from instep.mesh import deterministic, device
+from instep.launch.launch import launch, warm
+from instep.launch.launch_environment import LaunchEnvironment, detect
+from instep.launch.rank_exit import RankFailed
+from instep.mesh import deterministic
 from instep.mesh.join import init
-from instep.mesh.launch import launch, warm
-from instep.mesh.launch_environment import LaunchEnvironment, detect
-from instep.mesh.rank_exit import RankFailed
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.native import build
 from instep.native.library import absence
-from instep.ordered.keys import derive, initialize
+from instep.net import device
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
+from instep.rng.keys import derive, initialize
 from instep.shm import segment
 from instep.shm.segment import why_not
 

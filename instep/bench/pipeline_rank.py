@@ -25,13 +25,13 @@ from instep.bench.worlds import World
 from instep.events import PIPELINE
 from instep.mesh.join import join_store
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import default_store
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import initialize
+from instep.net.process_group import default_store
 from instep.pipeline.actions import FORWARD, SPANS
 from instep.pipeline.pipeline import Pipeline
 from instep.pipeline.schedules import generate
+from instep.rng.keys import initialize
 from instep.shard.saved_memory import saved_beside
 from instep.step.micro_batches import MicroBatch
 

@@ -50,8 +50,8 @@ from instep.bench.variants import (
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Event
-from instep.mesh.device import peak_bytes, synchronize
-from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
+from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
+from instep.net.device import peak_bytes, synchronize
 from instep.recipes.memory_estimate import formula
 from instep.run.memory_usage import MemoryUsage, activations, memory_usage
 from instep.timeline.intervals import total_ns, union

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from instep.bench.options import OutputFiles
 from instep.checkpoint.contract import describe
-from instep.mesh.device import gpu_names
+from instep.net.device import gpu_names
 
 Row = Mapping[str, Any]
 

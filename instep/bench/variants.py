@@ -50,10 +50,10 @@ from instep.bench.worlds import World
 from instep.events import Recorder
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import initialize
 from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
+from instep.rng.keys import initialize
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shm import ShmGroup

@@ -31,9 +31,9 @@ from torch.distributed import ProcessGroup
 
 from instep.bench.bandwidth import available_bytes
 from instep.bench.hosts import RATE, Network, network, require_hosts
-from instep.mesh.device import complete, gpu_bytes, resolve, synchronize
+from instep.launch.launch import launch
 from instep.mesh.join import init
-from instep.mesh.launch import launch
+from instep.net.device import complete, gpu_bytes, resolve, synchronize
 
 # A rank's part: its result, which has to survive JSON, from its world and its task.
 Body = Callable[["World", dict[str, Any]], Any]

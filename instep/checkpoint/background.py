@@ -32,10 +32,10 @@ from instep.checkpoint import files
 from instep.checkpoint import save as saving
 from instep.checkpoint.manifest import MAX_BYTES, Json, Manifest, canonical, parse_json, require_json
 from instep.errors import PeerLost
-from instep.mesh.peers import Peer, describe
-from instep.mesh.process_group import Group
-from instep.ordered.shards import Shard, State
-from instep.ordered.stored import ALIGN_BYTES, offsets, views
+from instep.net.peers import Peer, describe
+from instep.net.process_group import Group
+from instep.state.shards import Shard, State
+from instep.state.stored import ALIGN_BYTES, offsets, views
 
 EXIT_GRACE_S = 10.0
 SLICE_S = 0.2  # of a wait, between two looks whether the save goes on

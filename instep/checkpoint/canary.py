@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from instep.errors import ContractBroken
-from instep.mesh.device import generators
-from instep.mesh.process_group import Group
-from instep.ordered.generators import seed_generator, state_of
-from instep.ordered.hash import Described, described, state_digests
-from instep.ordered.keys import derive
+from instep.net.device import generators
+from instep.net.process_group import Group
+from instep.rng.generators import seed_generator, state_of
+from instep.rng.keys import derive
 from instep.shard.partition import UnitMembers, partition
+from instep.state.hash import Described, described, state_digests
 
 LossOf = Callable[[nn.Module], Tensor]
 """The loss of a model on one micro-batch, which is the same at each call."""

@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from instep.checkpoint.manifest import Scalar, differences
 from instep.errors import ContractBroken
 from instep.mesh import deterministic
-from instep.mesh.agree import raise_on_all
-from instep.mesh.process_group import Group
+from instep.net.agree import raise_on_all
+from instep.net.process_group import Group
 from instep.shard.fully import FullySharded
 
 # Variables by which libraries choose other kernels or another number of threads, so other bits.

@@ -19,9 +19,9 @@ import torch
 
 from instep.checkpoint import files, load
 from instep.errors import CheckpointRejected
-from instep.ordered.shards import MODEL, OPTIMIZER
-from instep.ordered.stored import CODES, Source
 from instep.regular_files import create
+from instep.state.shards import MODEL, OPTIMIZER
+from instep.state.stored import CODES, Source
 
 CHUNK_BYTES = 8 << 20
 REJECTED = 3  # the exit code, as the command has it

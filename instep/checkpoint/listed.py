@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from instep.ordered.homes import DividedOptimizer, Home
-from instep.ordered.shards import Shard
+from instep.state.homes import DividedOptimizer, Home
+from instep.state.shards import Shard
 
 Key = tuple[object, ...]
 

@@ -25,11 +25,11 @@ from instep.checkpoint.owner import require_own
 from instep.checkpoint.state import TrainingState
 from instep.checkpoint.tensors import Contents, Layout
 from instep.errors import CheckpointRejected
-from instep.mesh.agree import all_or_none, all_tell, on_first_rank, raise_on_all
-from instep.mesh.process_group import Group, alone
-from instep.ordered.hash import SharedHash
-from instep.ordered.shards import KINDS, MODEL, held_shape
-from instep.ordered.stored import Extent, Source, StoredTensor, stored_from_json
+from instep.net.agree import all_or_none, all_tell, on_first_rank, raise_on_all
+from instep.net.process_group import Group, alone
+from instep.state.hash import SharedHash
+from instep.state.shards import KINDS, MODEL, held_shape
+from instep.state.stored import Extent, Source, StoredTensor, stored_from_json
 
 SUFFIX = ".safetensors"
 

@@ -57,7 +57,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]  # plain names in the manifest's own directory
     extra: Mapping[str, Json]
-    pieces: Json = None  # where each entry of a sharded state is: see ordered/stored.py
+    pieces: Json = None  # where each entry of a sharded state is: see state/stored.py
 
     def __post_init__(self) -> None:
         _require_count("step", self.step, below=10**8)

@@ -33,8 +33,8 @@ from instep.checkpoint.manifest import Json, canonical, require_json
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group, alone
-from instep.ordered.homes import (
+from instep.net.process_group import Group, alone
+from instep.state.homes import (
     JoinedOptimizers,
     Wrapped,
     homes,
@@ -42,9 +42,9 @@ from instep.ordered.homes import (
     outermost,
     unwrapped,
 )
-from instep.ordered.objects import put_together, take_apart, tensors_of
-from instep.ordered.shards import OBJECT, Shard
-from instep.ordered.stored import Source
+from instep.state.objects import put_together, take_apart, tensors_of
+from instep.state.shards import OBJECT, Shard
+from instep.state.stored import Source
 
 AFTER_ALL = 1 << 40  # places in the hash: parameters, buffers and moments come before
 NO_OPTIMIZER = "none"  # in the place of its class

@@ -50,11 +50,11 @@ from instep.checkpoint.manifest import (
 from instep.checkpoint.owner import require_own
 from instep.checkpoint.state import merged
 from instep.errors import CheckpointRejected
-from instep.mesh.agree import all_or_none, all_tell, on_first_rank
-from instep.mesh.process_group import Group
-from instep.ordered.hash import HashTable, own_digests
-from instep.ordered.shards import KINDS, MODEL, OBJECT, Shard, State, without_ties
-from instep.ordered.stored import StoredTensor, assemble, shards_from_json, shards_to_json, stored_to_json
+from instep.net.agree import all_or_none, all_tell, on_first_rank
+from instep.net.process_group import Group
+from instep.state.hash import HashTable, own_digests
+from instep.state.shards import KINDS, MODEL, OBJECT, Shard, State, without_ties
+from instep.state.stored import StoredTensor, assemble, shards_from_json, shards_to_json, stored_to_json
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from instep.checkpoint.manifest import Json, parse_json
-from instep.mesh.process_group import Group
-from instep.ordered.shards import Shard
-from instep.ordered.stored import ALIGN_BYTES, MemoryReader, places, shards_from_json, views
+from instep.net.process_group import Group
+from instep.state.shards import Shard
+from instep.state.stored import ALIGN_BYTES, MemoryReader, places, shards_from_json, views
 
 DESCRIPTION_BYTES = 1 << 24
 

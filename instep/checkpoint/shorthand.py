@@ -29,12 +29,12 @@ from instep.checkpoint.manifest import Json, Manifest, Scalar, differences, pars
 from instep.checkpoint.send import send_shards
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
-from instep.mesh.agree import all_or_none, all_tell, raise_on_all
-from instep.mesh.process_group import Group, alone
-from instep.ordered.hash import SharedHash
-from instep.ordered.replicas import ranks_listed
-from instep.ordered.shards import Shard
-from instep.ordered.stored import Source, assemble, shards_from_json, shards_to_json
+from instep.net.agree import all_or_none, all_tell, raise_on_all
+from instep.net.process_group import Group, alone
+from instep.state.hash import SharedHash
+from instep.state.replicas import ranks_listed
+from instep.state.shards import Shard
+from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
 from instep.step.optimizer_guard import require_between_steps
 
 LOADING = "the loading of a checkpoint"

@@ -28,8 +28,8 @@ from instep.checkpoint import moments, tensors
 from instep.checkpoint.manifest import Json, require_json
 from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
-from instep.mesh.process_group import Group, alone
-from instep.ordered.homes import (
+from instep.net.process_group import Group, alone
+from instep.state.homes import (
     DividedOptimizer,
     Home,
     JoinedOptimizers,
@@ -42,8 +42,8 @@ from instep.ordered.homes import (
     undivided,
     unwrapped,
 )
-from instep.ordered.shards import MODEL, OPTIMIZER, Order, Shard, held_shape, owned
-from instep.ordered.stored import Source
+from instep.state.shards import MODEL, OPTIMIZER, Order, Shard, held_shape, owned
+from instep.state.stored import Source
 
 MAX_NUMBER = 2**1023  # an integer of JSON can be longer than a float
 OPTIONS = "param_groups."

@@ -25,8 +25,8 @@ from torch import Tensor
 from instep.checkpoint.files import opened
 from instep.checkpoint.manifest import parse_json
 from instep.errors import CheckpointRejected
-from instep.ordered.shards import Shape
-from instep.ordered.stored import CODES, MAX_DIMS, MAX_ELEMENTS, is_bounded
+from instep.state.shards import Shape
+from instep.state.stored import CODES, MAX_DIMS, MAX_ELEMENTS, is_bounded
 
 Layout: TypeAlias = Mapping[str, tuple[Shape, torch.dtype]]
 

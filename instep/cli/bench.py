@@ -80,7 +80,7 @@ def main(args: Sequence[str]) -> int:
         options.check()
         over_link = isinstance(options, CollectivesOptions | ModelOptions) and options.link
         if not over_link:
-            from instep.mesh.launch import warm
+            from instep.launch.launch import warm
 
             warm()  # the process that ranks are forked from loads torch while this one does
         steps_over_link = over_link and isinstance(options, StepsOptions)

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from instep.errors import CheckpointRejected, ContractBroken, InstepError
-from instep.mesh.rank_exit import RankFailed, said
+from instep.launch.rank_exit import RankFailed, said
 
 DONE = 0
 FAILED = 1

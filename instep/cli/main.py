@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from instep import __version__
 from instep.cli.exit_codes import DONE, USAGE
-from instep.mesh.signals import hear_stop_signals
+from instep.launch.signals import hear_stop_signals
 
 COMMANDS = {
     "train": "train a recipe: a small GPT on text, images; the same bits on any number of ranks",

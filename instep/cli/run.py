@@ -12,8 +12,8 @@ from pathlib import Path
 from instep import _HOMES as PUBLIC
 from instep.cli.exit_codes import EXPECTED, USAGE, exit_code, report_error
 from instep.errors import InstepError
-from instep.mesh.launch_environment import detect
-from instep.mesh.rank_exit import RankFailed
+from instep.launch.launch_environment import detect
+from instep.launch.rank_exit import RankFailed
 
 PROGRAM = "instep run"
 OF_SCRIPTS = (InstepError, KeyboardInterrupt)  # which need no traceback; its author looks for all others
@@ -121,7 +121,7 @@ def run_script(given: argparse.Namespace) -> int:
     """Run the script that was ``given``, as the words of the command say; its exit code."""
     _require_sane(given)
     preload()
-    from instep.mesh.device import num_gpus
+    from instep.net.device import num_gpus
     from instep.run.launch_script import launch_script
     from instep.run.script import ScriptCall
 
@@ -150,7 +150,7 @@ def preload(*modules: str) -> None:
     while all others wait for it.
     """
     if detect(os.environ).source == "single":
-        from instep.mesh.launch import warm
+        from instep.launch.launch import warm
 
         warm("instep.run.script", *dict.fromkeys(PUBLIC.values()), *modules)
 

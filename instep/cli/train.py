@@ -12,7 +12,7 @@ import tyro
 
 from instep.cli import run
 from instep.cli.exit_codes import USAGE, exit_code, report_error
-from instep.mesh.launch_environment import detect
+from instep.launch.launch_environment import detect
 from instep.recipes.text_config import Config, check_ranks, check_rows, check_world, local_ranks
 from instep.recipes.text_options import PROGRAM, parse
 
@@ -43,7 +43,7 @@ def train(config: Config, ranks: int) -> int:
     run.preload("instep.recipes.text")
     # From here on torch is imported, which --help and a mistyped flag do not wait for.
     from instep.elastic.faults import parse_all
-    from instep.mesh.device import num_gpus, resolve
+    from instep.net.device import num_gpus, resolve
     from instep.recipes import text
     from instep.run import launch_script, loggers
     from instep.run.script import ScriptCall

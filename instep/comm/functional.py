@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from instep.comm import binomial_tree, direct
-from instep.comm.messages import Messages
 from instep.comm.perform import perform
+from instep.net.messages import Messages
 
 
 def all_reduce_sum(x: Tensor, messages: Messages) -> Tensor:

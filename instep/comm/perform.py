@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages, flat
 from instep.comm.schedule import Piece, Schedule, edges
+from instep.net.messages import Messages, flat
 
 
 def perform(

@@ -1,7 +1,7 @@
 """The micro-batches that a ``Loader`` is asked for, as they are read: here, or in a worker process.
 
 Whatever draws random numbers while a sample is read is keyed by (seed, epoch, sample) before; tensors go into
-memory that is handed over (``mesh/handover.py``); an error says which sample it is about, and who read it.
+memory that is handed over (``launch/handover.py``); an error says which sample it is about, and who read it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from instep.data.sample_shards import Shards
 from instep.data.shuffled import keyed
 from instep.data.text import ByteText
-from instep.mesh.handover import Outgoing
-from instep.ordered.generators import KeyedGenerator, default_generator, generators_in, global_generators
-from instep.ordered.keys import derive
+from instep.launch.handover import Outgoing
+from instep.rng.generators import KeyedGenerator, default_generator, generators_in, global_generators
+from instep.rng.keys import derive
 
 SHOWN = 8  # samples that an error names
 KNOWN = 64  # beginnings of streams that are remembered

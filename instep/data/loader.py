@@ -38,8 +38,8 @@ from instep.data.length_groups import LengthGroups
 from instep.data.order import MASK_64
 from instep.data.sample_shards import ShardOrder, Shards
 from instep.data.shuffled import Shuffled
-from instep.mesh.handover import forget_ended
-from instep.ordered.alignment import align
+from instep.launch.handover import forget_ended
+from instep.state.alignment import align
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 
 # In the order of a step. Those that wait for other ranks cannot be the cause of a hang.
 PHASES = (

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 
 _LENGTHS = struct.Struct("<ii")
 _DELETED = -1  # instead of the length of a value

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from instep.elastic.heartbeat import Heartbeat, HeartbeatPage
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.errors import PeerLost
-from instep.mesh.memory_file import MemoryFile
-from instep.mesh.rank_process import exit_now
+from instep.launch.memory_file import MemoryFile
+from instep.launch.rank_process import exit_now
 
 MESSAGE_BYTES = 1 << 20
 CONFIRM_S = 1.0  # for the supervisor to notice what a rank has noticed first

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from instep.launch.memory_file import MemoryFile
 from instep.mesh.axes import round_up
-from instep.mesh.memory_file import MemoryFile
-from instep.ordered.stored import ALIGN_BYTES, offsets, views
 from instep.shm import segment
 from instep.shm.segment import Mapping
+from instep.state.stored import ALIGN_BYTES, offsets, views
 
 SHARE = 0.02
 HEADER_BYTES = 4096

@@ -28,12 +28,12 @@ from instep.elastic.rendezvous import Assignment
 from instep.elastic.snapshot import SnapshotHandle, SnapshotStore
 from instep.elastic.watchdog import Reading, find_stuck
 from instep.elastic.worker_pool import Message, Worker, WorkerPool, progress_table
-from instep.mesh.hang_report import status_table
-from instep.mesh.launch import warm
-from instep.mesh.memory_file import MemoryFile
-from instep.mesh.peers import statuses_of
-from instep.mesh.rank_exit import Exit, RankFailed, describe_exit, root_cause
-from instep.mesh.signals import preempted
+from instep.launch.launch import warm
+from instep.launch.memory_file import MemoryFile
+from instep.launch.rank_exit import Exit, RankFailed, describe_exit, root_cause
+from instep.launch.signals import preempted
+from instep.net.hang_report import status_table
+from instep.net.peers import statuses_of
 
 LOOK_S = 0.25  # between two looks at the heartbeats
 SPARE_AFTER_S = 1.0  # of training: a run that is shorter needs none

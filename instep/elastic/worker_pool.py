@@ -24,13 +24,13 @@ from typing import Any
 from instep.elastic.heartbeat import BEATING, MAX_WORKERS, HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, WorkerSpec
 from instep.elastic.watchdog import Reading
-from instep.mesh.hang_report import aligned
-from instep.mesh.launch import Children, surroundings
-from instep.mesh.memory_file import MemoryFile
-from instep.mesh.peers import is_stopped
-from instep.mesh.process_state import io_counters, waits_for_device
-from instep.mesh.rank_exit import Exit
-from instep.mesh.rank_process import STACKS_SIGNAL, Child
+from instep.launch.launch import Children, surroundings
+from instep.launch.memory_file import MemoryFile
+from instep.launch.process_state import io_counters, waits_for_device
+from instep.launch.rank_exit import Exit
+from instep.launch.rank_process import STACKS_SIGNAL, Child
+from instep.net.hang_report import aligned
+from instep.net.peers import is_stopped
 
 HANDLE_S = 5.0  # for a descriptor to follow its message: of a busy machine, too
 STACKS_S = 0.5  # for a process to write its stacks down

@@ -18,18 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instep.errors import PeerLost
 from instep.events import Recorder
-from instep.mesh import device as devices
+from instep.launch.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
+from instep.launch.process_memory import keep_freed_memory
+from instep.launch.rank_process import PARENT_LAUNCHERS, end_with_parent
 from instep.mesh import mesh as current
 from instep.mesh.axes import resolve
 from instep.mesh.device_mesh import batch_group
-from instep.mesh.hang_report import words_of
-from instep.mesh.host_group import group_over
-from instep.mesh.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.mesh.mesh import Axis, Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
-from instep.mesh.process_group import Group, default_store, from_store
-from instep.mesh.process_memory import keep_freed_memory
-from instep.mesh.rank_process import PARENT_LAUNCHERS, end_with_parent
-from instep.mesh.store import MAKING, StoreClient, backend_timeout, rendezvous
+from instep.net import device as devices
+from instep.net.hang_report import words_of
+from instep.net.host_group import group_over
+from instep.net.process_group import Group, default_store, from_store
+from instep.net.store import MAKING, StoreClient, backend_timeout, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -55,7 +55,7 @@ def init(
 
     Reads the environment of instep's own launcher, torchrun, Slurm, Kubernetes (``PET_*``) or Open MPI;
     without any, the world is this process alone and there is no process group. An existing default group is
-    used as it is and never destroyed. On CPU, freed memory stays with the process (``mesh.process_memory``):
+    used as it is and never destroyed. On CPU, freed memory stays with the process (``process_memory``):
     getting it again would take a tenth of a step.
 
     Args:

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, Axes, resolve
 from instep.mesh.device_mesh import batch_group, place_in, require_used
-from instep.mesh.host_group import group_over
-from instep.mesh.peers import Peer
-from instep.mesh.process_group import Group, MakeGroup, destroy, from_store, registered_groups
+from instep.net.host_group import group_over
+from instep.net.peers import Peer
+from instep.net.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store

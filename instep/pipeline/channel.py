@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, InstepError, PeerLost
-from instep.mesh.clocks import measure
-from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import mark_secondary
-from instep.ordered.homes import dense_strides, with_strides
+from instep.launch.rank_exit import mark_secondary
+from instep.net.clocks import measure
+from instep.net.process_group import Group
 from instep.pipeline.actions import Action
 from instep.pipeline.connections import WORDS, Connections
 from instep.pipeline.message_words import (
@@ -52,6 +51,7 @@ from instep.pipeline.message_words import (
     sent_for,
     specs_of,
 )
+from instep.state.homes import dense_strides, with_strides
 
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
 THERE_NS = 500_000  # in which a message is taken that was there already

@@ -30,9 +30,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from instep.comm.messages import awaited, raising
 from instep.errors import InstepError
-from instep.mesh.process_group import Group
+from instep.net.lane import Handle
+from instep.net.messages import awaited, raising
+from instep.net.process_group import Group
 from instep.pipeline.actions import NO_TIE, Action
 from instep.pipeline.message_words import (
     ACTION,
@@ -55,7 +56,6 @@ from instep.pipeline.message_words import (
     sent_for,
     specs_of,
 )
-from instep.work import Handle
 
 SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs less than a second one
 SHORT_SENDS = 64  # that are under way with nobody to wait for them

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from instep.mesh.process_group import Group
+from instep.net.process_group import Group
 from instep.pipeline.home import PipelineHome, hide
 from instep.pipeline.layers import Layer
 from instep.shard.materialise import Init, materialise, prepare

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from instep.hook import Hook
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered.alignment import align
-from instep.ordered.homes import DividedOptimizer, Home, ParameterShard, dense_strides, undivided
-from instep.ordered.hook import Hook
+from instep.net.process_group import Group
 from instep.shard.unit import give_value
+from instep.state.alignment import align
+from instep.state.homes import DividedOptimizer, Home, ParameterShard, dense_strides, undivided
 
 NO_VALUES = (
     "the parameters of this pipeline were on the meta device and have no values yet: call "

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from instep.events import Event
-from instep.mesh.agree import all_or_none, all_tell, on_first_rank
-from instep.mesh.device import generators, synchronize
-from instep.mesh.process_group import Group
-from instep.ordered.generators import generators_of, global_generators, state_of
+from instep.net.agree import all_or_none, all_tell, on_first_rank
+from instep.net.device import generators, synchronize
+from instep.net.process_group import Group
 from instep.pipeline.actions import Schedule
 from instep.pipeline.cuts import LAYERS, LayerCost, edges_of, require_known
 from instep.pipeline.layers import Layer
 from instep.pipeline.proposal import CutProposal, RankTimes, propose, rank_times
 from instep.pipeline.stage import is_differentiable
+from instep.rng.generators import generators_of, global_generators, state_of
 from instep.shard.saved_memory import saved_beside
 
 REPETITIONS = 5

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from instep.ordered.keys import is_block
+from instep.rng.keys import is_block
 
 
 class Layer(NamedTuple):

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from instep.errors import InstepError
 from instep.memory import as_bytes
-from instep.mesh.agree import all_or_none
-from instep.mesh.device import generators
-from instep.mesh.process_group import Group
-from instep.ordered.homes import with_strides
-from instep.ordered.keys import LeafKeys
+from instep.net.agree import all_or_none
+from instep.net.device import generators
+from instep.net.process_group import Group
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.layers import Layer, Layers, numbered_blocks
 from instep.pipeline.runtime import StepTask
 from instep.pipeline.stage import Stage
+from instep.rng.keys import LeafKeys
+from instep.state.homes import with_strides
 from instep.verify.comparison import GradientComparison, Mean
 from instep.verify.gradient_report import Report, make_report
 from instep.verify.subject import GradientPiece, Value

@@ -20,12 +20,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.homes import Wrapped
-from instep.ordered.node_format import NodeFormat
+from instep.net.agree import all_or_none
+from instep.net.process_group import Group
 from instep.pipeline import schedules
 from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import StageChannel
@@ -51,9 +48,12 @@ from instep.pipeline.runtime import (
 )
 from instep.pipeline.stage import Stage
 from instep.pipeline.tied import TiedParameters, ties_of
+from instep.reduce.node_format import NodeFormat
 from instep.replicate.own_names import OwnNames
 from instep.replicate.strategies import find
 from instep.shard.materialise import Init
+from instep.state import homes
+from instep.state.homes import Wrapped
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, count_and_source
 from instep.step.nesting import WrappedOnce, require_unwrapped

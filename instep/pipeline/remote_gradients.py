@@ -12,9 +12,9 @@ from torch import Tensor
 from instep.errors import Desync
 from instep.events import PIPELINE, Recorder
 from instep.memory import bytes_of, tensor_of
-from instep.ordered.norm import block_square_sums
-from instep.ordered.placeholder import placeholder, stands_in_elsewhere
 from instep.pipeline.home import PipelineHome
+from instep.reduce.norm import block_square_sums
+from instep.reduce.placeholder import placeholder, stands_in_elsewhere
 
 GRADIENT_NORM = "the gradient norm"
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks

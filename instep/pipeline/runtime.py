@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from instep.errors import Desync, PeerLost
 from instep.events import PIPELINE, Recorder, Span
 from instep.memory import bytes_of, tensor_of
-from instep.mesh.agree import all_tell, attempt
-from instep.ordered.attributes import reached, within
+from instep.net.agree import all_tell, attempt
 from instep.pipeline.actions import (
     BACKWARD,
     FORWARD,
@@ -36,6 +35,7 @@ from instep.pipeline.communication import SENT, next_stage, send_of
 from instep.pipeline.message_words import DTYPES, ENDING, EVALUATION
 from instep.pipeline.stage import Gradients, Stage, Values
 from instep.pipeline.tied import TiedParameters
+from instep.rng.attributes import reached, within
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan
 from instep.step.watched_norms import find_norms

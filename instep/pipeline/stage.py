@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from instep.events import Recorder
-from instep.mesh.clocks import measure
-from instep.mesh.device import generators, marks_for
-from instep.mesh.process_group import Group
-from instep.ordered.alignment import align
-from instep.ordered.keys import LeafKeys
+from instep.net.clocks import measure
+from instep.net.device import generators, marks_for
+from instep.net.process_group import Group
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers
 from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
 from instep.replicate.reducer import Reducer, sparse_positions
+from instep.rng.keys import LeafKeys
+from instep.state.alignment import align
 from instep.step import optimizer_guard
 from instep.step.backward import Backward, release
 from instep.step.micro_batches import DeclaredStep, MicroBatch

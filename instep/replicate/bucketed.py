@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from instep.ordered.buckets import Caps, group_by_cap
+from instep.reduce.buckets import Caps, group_by_cap
 from instep.replicate.overlap import Overlap
 
 

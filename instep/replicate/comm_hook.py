@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.comm.messages import awaited
-from instep.mesh.process_group import Group
-from instep.ordered.buckets import Bucket
+from instep.net.messages import awaited
+from instep.net.process_group import Group
+from instep.reduce.buckets import Bucket
 
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from instep.ordered.buckets import Caps, group_by_cap
+from instep.reduce.buckets import Caps, group_by_cap
 from instep.replicate.naive import Naive
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.ordered.buckets import Bundle
-from instep.ordered.hash import SHORT, tensor_digest
-from instep.ordered.homes import Wrapped, offered
-from instep.ordered.placeholder import slices_of
+from instep.reduce.buckets import Bundle
+from instep.reduce.placeholder import slices_of
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
+from instep.state.hash import SHORT, tensor_digest
+from instep.state.homes import Wrapped, offered
 from instep.step.reduction import Reduction
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from instep.ordered.buckets import Bucket, Caps
-from instep.work import Work
+from instep.net.lane import Work
+from instep.reduce.buckets import Bucket, Caps
 
 
 class Naive:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from instep.ordered.buckets import Bucket
+from instep.net.lane import Work
+from instep.reduce.buckets import Bucket
 from instep.replicate.naive import Naive
-from instep.work import Work
 
 
 class Overlap(Naive):

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from instep.events import GRADIENT_SYNC, Recorder
-from instep.mesh.process_group import Group
-from instep.ordered.buckets import Bucket, Bundle, make_buckets
-from instep.ordered.exchange import OrderedAllReduce
-from instep.ordered.header import Header
-from instep.ordered.hook import weakly
+from instep.hook import weakly
+from instep.net.lane import Work
+from instep.net.process_group import Group
+from instep.reduce.buckets import Bucket, Bundle, make_buckets
+from instep.reduce.exchange import OrderedAllReduce
+from instep.reduce.header import Header
 from instep.replicate.comm_hook import CommHook
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
-from instep.work import Work
 
 
 class Reducer(Reduction):

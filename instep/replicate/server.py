@@ -41,17 +41,17 @@ from torch.optim import Optimizer
 
 from instep.errors import Desync
 from instep.events import PARAMETER_UPDATE, Recorder, Span
-from instep.mesh.agree import all_or_none
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered.add_up import add_up
-from instep.ordered.buckets import Bucket
-from instep.ordered.collective_transport import CollectiveTransport
-from instep.ordered.exchange import OrderedAllReduce
-from instep.ordered.homes import Wrapped
-from instep.ordered.scratch import Scratch
-from instep.ordered.tree import Sum
+from instep.net.agree import all_or_none
+from instep.net.process_group import Group
+from instep.reduce.add_up import add_up
+from instep.reduce.buckets import Bucket
+from instep.reduce.collective_transport import CollectiveTransport
+from instep.reduce.exchange import OrderedAllReduce
+from instep.reduce.scratch import Scratch
+from instep.reduce.tree import Sum
 from instep.replicate.wrapper import DataParallel
+from instep.state.homes import Wrapped
 from instep.step.agreement import broadcast_values
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from instep.events import Recorder
-from instep.work import Lane
+from instep.net.lane import Lane
 
 T = TypeVar("T")
 

@@ -44,21 +44,21 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from instep.events import Recorder
-from instep.mesh.device import generators
 from instep.mesh.join import require_one_rank
-from instep.mesh.process_group import alone as group_of_one
-from instep.ordered.add_up import add_up
-from instep.ordered.alignment import align
-from instep.ordered.buckets import make_buckets
-from instep.ordered.generators import generators_of, global_generators, same_state, state_of
-from instep.ordered.homes import Wrapped
-from instep.ordered.node_format import NodeFormat
-from instep.ordered.running import Changes, apply
-from instep.ordered.tree import rank_major, sum_of
+from instep.net.device import generators
+from instep.net.process_group import alone as group_of_one
+from instep.reduce.add_up import add_up
+from instep.reduce.buckets import make_buckets
+from instep.reduce.node_format import NodeFormat
+from instep.reduce.running import Changes, apply
+from instep.reduce.tree import rank_major, sum_of
 from instep.replicate.flat import Flat
 from instep.replicate.own_names import OwnNames
 from instep.replicate.replica import Replica, handed_to_replicas, received_micro_batch
 from instep.replicate.thread_pool import ThreadPool, ThreadSettings
+from instep.rng.generators import generators_of, global_generators, same_state, state_of
+from instep.state.alignment import align
+from instep.state.homes import Wrapped
 from instep.step.gradients import Gradients
 from instep.step.micro_batches import (
     DataSource,

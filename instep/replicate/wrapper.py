@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from instep.mesh.agree import all_or_none, attempt
-from instep.mesh.clocks import measure
-from instep.mesh.device import generators, marks_for
 from instep.mesh.join import find_ranks, num_ranks
 from instep.mesh.mesh import Mesh, registered_mesh
-from instep.ordered.alignment import align
-from instep.ordered.buckets import Caps
-from instep.ordered.homes import Wrapped
-from instep.ordered.keys import LeafKeys
-from instep.ordered.node_format import NodeFormat
+from instep.net.agree import all_or_none, attempt
+from instep.net.clocks import measure
+from instep.net.device import generators, marks_for
+from instep.reduce.buckets import Caps
+from instep.reduce.node_format import NodeFormat
 from instep.replicate.comm_hook import CommHook, Hook, check
 from instep.replicate.ddp_keywords import allowed, consume, require_no_group, second_place, shared_options
 from instep.replicate.own_names import OwnNames
 from instep.replicate.reducer import Reducer, sparse_positions
 from instep.replicate.strategies import find
+from instep.rng.keys import LeafKeys
+from instep.state.alignment import align
+from instep.state.homes import Wrapped
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward, release
@@ -62,7 +62,7 @@ class DataParallel(WrappedOnce, OwnNames):
     same bits on any number of ranks.
 
     At construction: the ranks compare their models and take rank 0's values; weights and buffers that are not
-    aligned or have gaps get other memory, see ``ordered/alignment.py``. In forward: nothing but a hook on the
+    aligned or have gaps get other memory, see ``state/alignment.py``. In forward: nothing but a hook on the
     output. In backward: gradients land in buckets, which the strategy sends; the call returns
     when they are reduced, or raises ``ReplicasDiffer`` where a rank has other weights than the others. Before
     an optimizer step: a gradient that was never exchanged raises. After a backward that raised, the next

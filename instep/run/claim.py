@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.checkpoint.files import step_directories
-from instep.mesh.agree import on_first_rank, require_same_lines
-from instep.mesh.launch_environment import LAUNCH_DIGITS, LaunchEnvironment
-from instep.mesh.process_group import Group
+from instep.launch.launch_environment import LAUNCH_DIGITS, LaunchEnvironment
+from instep.net.agree import on_first_rank, require_same_lines
+from instep.net.process_group import Group
 from instep.run import folder
 from instep.run.folder import FAULTS
 from instep.run.jsonl import EVENTS, JsonLines

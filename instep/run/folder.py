@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from instep.mesh.peers import RECORD_BYTES, Peer, is_alive, own_peer
+from instep.net.peers import RECORD_BYTES, Peer, is_alive, own_peer
 from instep.regular_files import open_regular, require_in_place, try_lock
 from instep.run.jsonl import read_object, replace_text
 from instep.run.shape import COUNT, TEXT, Shape

@@ -23,7 +23,7 @@ from typing import Any
 from instep.checkpoint.canary import agree_on_canary
 from instep.checkpoint.manifest import differences, fingerprint
 from instep.errors import ContractBroken
-from instep.mesh.agree import on_first_rank
+from instep.net.agree import on_first_rank
 from instep.run import folder, jsonl, summary
 from instep.run.display import Display
 from instep.run.folder import METRICS, SUMMARY

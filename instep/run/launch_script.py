@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, supervise
-from instep.mesh.launch_environment import detect
+from instep.launch.launch_environment import detect
 from instep.run import folder
 from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
 from instep.run.script import ScriptCall, execute_here, work

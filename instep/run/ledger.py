@@ -5,7 +5,7 @@
     {"step": 7, "event": "started", "restarts": 1, ...}
 
 ``step`` is the number of steps done. Floats are written as hexadecimal: bits, not digits. ``sampled`` has the
-blocks whose turn it is (``ordered.hash``); every so many steps there are ``state_sha256`` and the hash of
+blocks whose turn it is (``state.hash``); every so many steps there are ``state_sha256`` and the hash of
 each of its ``entries`` too. After a crash a step may be there twice; the last line of it counts.
 
 ``leaves.jsonl`` has, if a run was asked for it, the hashes of each micro-batch's gradient, of a pipeline a
@@ -37,7 +37,7 @@ LAYOUT = ("world_size", "placement", "strategy", "parallel")  # of a start
 Digests = Mapping[str, str]
 """Short hashes by name."""
 StateDigests = tuple[str, Digests]
-"""``state_sha256`` and the short hash of each entry: what ``ordered.hash.state_digests`` gives."""
+"""``state_sha256`` and the short hash of each entry: what ``state.hash.state_digests`` gives."""
 Write = Callable[..., None]
 """Writes its keyword arguments down as one line."""
 

@@ -15,10 +15,10 @@ from instep.checkpoint.manifest import differences
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.errors import ContractBroken, Desync, InstepError, PeerLost, clear_tracebacks
+from instep.launch.rank_process import exit_now
+from instep.launch.signals import listen_for_preemption
 from instep.mesh.join import join_store
 from instep.mesh.mesh import Mesh
-from instep.mesh.rank_process import exit_now
-from instep.mesh.signals import listen_for_preemption
 from instep.run.script_training import ScriptTraining
 from instep.run.writer import starts
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.checkpoint.registered import Registered
-from instep.ordered.homes import Home, homes, offered, undivided
+from instep.state.homes import Home, homes, offered, undivided
 
 Parts = Counter[tuple[str, int]]
 """Bytes, by what they are for and by the number of ranks that divide them."""

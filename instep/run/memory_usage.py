@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.mesh.process_group import Group
-from instep.mesh.process_memory import ResidentMemory, resident_memory, total_resident
-from instep.ordered.homes import JoinedOptimizers, homes, offered
+from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
+from instep.net.process_group import Group
 from instep.shard.saved_memory import parts_of, saved_beside
+from instep.state.homes import JoinedOptimizers, homes, offered
 
 if TYPE_CHECKING:
     from instep.run.script_training import ScriptTraining

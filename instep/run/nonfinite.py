@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import Diverged
-from instep.mesh.rank_exit import mark_secondary
-from instep.ordered.homes import Wrapped, offered
-from instep.ordered.placeholder import slices_of
-from instep.ordered.replicas import ranks_listed
+from instep.launch.rank_exit import mark_secondary
+from instep.reduce.placeholder import slices_of
 from instep.run.script_training import ScriptTraining
+from instep.state.homes import Wrapped, offered
+from instep.state.replicas import ranks_listed
 
 OPERATION = "the search for a number that is not finite"
 UNSEEN = (

@@ -42,9 +42,11 @@ from instep.elastic.snapshot import (
     tensor_bytes,
 )
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
-from instep.mesh.agree import all_or_none, on_first_rank
-from instep.ordered.shards import Shard, without_ties
-from instep.ordered.stored import (
+from instep.net.agree import all_or_none, on_first_rank
+from instep.run.folder import CHECKPOINTS, CONFIG
+from instep.run.rank_state import Holds
+from instep.state.shards import Shard, without_ties
+from instep.state.stored import (
     LiveReader,
     MemoryReader,
     Source,
@@ -53,8 +55,6 @@ from instep.ordered.stored import (
     shards_from_json,
     shards_to_json,
 )
-from instep.run.folder import CHECKPOINTS, CONFIG
-from instep.run.rank_state import Holds
 
 if TYPE_CHECKING:
     from instep.run.script_training import ScriptTraining

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from instep.checkpoint.contract import code_of_script
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
-from instep.mesh.launch_environment import detect
-from instep.mesh.rank_process import exit_now
+from instep.launch.launch_environment import detect
+from instep.launch.rank_process import exit_now
 from instep.run.membership import supervised
 from instep.run.settings import ScriptCommand, ScriptSettings
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
-from instep.ordered.homes import Wrapped, offered
-from instep.ordered.tree import rank_major
+from instep.reduce.tree import rank_major
 from instep.replicate.threads import ThreadedReplicas
 from instep.run.memory_formula import homes_of, stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
 from instep.run.summary import replicas
+from instep.state.homes import Wrapped, offered
 
 LISTED = 8  # ranks, whose shares are told one by one
 

@@ -19,11 +19,11 @@ from instep.checkpoint.registered import Registered
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
-from instep.mesh.agree import on_first_rank
-from instep.mesh.launch_environment import detect
+from instep.launch.launch_environment import detect
+from instep.launch.rank_process import exit_now
+from instep.launch.signals import listen_for_preemption
 from instep.mesh.mesh import Mesh
-from instep.mesh.rank_process import exit_now
-from instep.mesh.signals import listen_for_preemption
+from instep.net.agree import on_first_rank
 from instep.run import folder
 from instep.run.claim import Wanted, claim_together
 from instep.run.generation import EXIT_CODES, Ending, Generation

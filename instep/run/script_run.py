@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.manifest import Scalar
+from instep.launch.launch_environment import detect
 from instep.mesh.deterministic import enable as enable_deterministic
-from instep.mesh.device import resolve
 from instep.mesh.join import await_rank, init
-from instep.mesh.launch_environment import detect
 from instep.mesh.mesh import Mesh
+from instep.net.device import resolve
 from instep.run.script import ScriptCall, script_command, started
 from instep.run.script_layout import shard_axis
 from instep.run.script_loop import RunStep, ScriptLoop
@@ -92,7 +92,7 @@ class Run:
         shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all. Where a run goes on with
             another number of ranks, which cannot be cut like that, the next larger number that divides them.
         backend, device, timeout_s, threads: as for ``instep.init``. Under ``instep run`` a rank that replaces
-            a lost one takes its GPU; a spare waits for that where the script first reads ``mesh.device``.
+            a lost one takes its GPU; a spare waits for that where the script first reads ``net.device``.
         deterministic: on a GPU, set what the same bits need before CUDA starts: deterministic algorithms,
             ``CUBLAS_WORKSPACE_CONFIG``, and no fill of uninitialised memory. CPU kernels need none of it.
 

@@ -27,14 +27,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from instep.checkpoint.registered import RegisteredState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
 from instep.events import GLOBAL_LOSS, WAITS, Recorder
-from instep.mesh.device import generators
-from instep.mesh.process_group import Group
-from instep.ordered.generators import global_generators, seed_generator
-from instep.ordered.keys import derive
-from instep.ordered.norm import Clips, clipping, grad_norm
+from instep.net.device import generators
+from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
+from instep.reduce.norm import Clips, clipping, grad_norm
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.replicate.server import SERVER, Declined
+from instep.rng.generators import global_generators, seed_generator
+from instep.rng.keys import derive
 from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import BUBBLE_MS, Holds, Made
 from instep.run.script_training import ScriptTraining

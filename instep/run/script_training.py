@@ -26,10 +26,7 @@ from instep.elastic.heartbeat import Heartbeat
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered.hash import Sampled, SharedHash, bare
-from instep.ordered.homes import Wrapped, offered
-from instep.ordered.replicas import compare_replicas
+from instep.net.process_group import Group
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
 from instep.run.memory_formula import state_bytes
@@ -40,6 +37,9 @@ from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
 from instep.run.timing import Timing
 from instep.run.toml import to_toml
 from instep.shard.saved_memory import Saved, saved_beside
+from instep.state.hash import Sampled, SharedHash, bare
+from instep.state.homes import Wrapped, offered
+from instep.state.replicas import compare_replicas
 
 CANARY_SEED = 0
 OPERATION = "the comparison of what was built"

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.mesh.peers import is_alive
+from instep.net.peers import is_alive
 from instep.regular_files import open_regular
 from instep.run.again import again
 from instep.run.folder import CONFIG, SUMMARY, workers

@@ -32,11 +32,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from instep.errors import ReplicasDiffer
-from instep.mesh.rank_exit import mark_secondary
-from instep.ordered.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, way_out
+from instep.launch.rank_exit import mark_secondary
 from instep.replicate.gradient_hashes import GradientHashes, model_of, reductions_of
 from instep.run.recovery import Copy
 from instep.run.script_step import StepWork
+from instep.state.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, way_out
 from instep.step.reduction import Reduction
 
 OPERATION = "the comparison of a step that was made twice"

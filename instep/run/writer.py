@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.manifest import fingerprint
-from instep.mesh.device import default_backend
-from instep.mesh.launch_environment import detect
-from instep.mesh.process_group import Group
+from instep.launch.launch_environment import detect
+from instep.net.device import default_backend
+from instep.net.process_group import Group
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.folder import METRICS
 from instep.run.jsonl import Fields, JsonLines, marked_lines, read_last_lines, read_lines

@@ -40,12 +40,12 @@ from torch.optim import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.alignment import sharing
-from instep.ordered.replicas import compare_replicas
-from instep.ordered.shards import MODEL, Shard
+from instep.net.process_group import Group
 from instep.shard.layout import LayoutRule, cut, keep_whole
+from instep.state import homes
+from instep.state.alignment import sharing
+from instep.state.replicas import compare_replicas
+from instep.state.shards import MODEL, Shard
 
 # These classes themselves: a subclass may do anything.
 ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})

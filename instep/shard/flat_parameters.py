@@ -34,16 +34,16 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from instep.comm import direct
-from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.memory import align_bytes
 from instep.mesh.axes import round_up
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.homes import DividedOptimizer, Home, ParameterShard
-from instep.ordered.shards import put_elements
+from instep.net.messages import Messages
+from instep.net.process_group import Group
 from instep.shard.layout import FlatLayout, LayoutRule
 from instep.shard.one_copy import OneCopy
+from instep.state import homes
+from instep.state.homes import DividedOptimizer, Home, ParameterShard
+from instep.state.shards import put_elements
 
 
 class FlatParameters(Home):
@@ -61,7 +61,7 @@ class FlatParameters(Home):
 
     With one copy, or where a space is not resident, an optimizer steps no piece before all ranks have come to
     the step. In no case does a rank return from it before all have stepped. An optimizer of parameters that
-    have a home already (``ordered.homes.settle``) takes all of that space.
+    have a home already (``state.homes.settle``) takes all of that space.
     """
 
     layout: FlatLayout

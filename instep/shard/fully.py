@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from instep.events import Recorder
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered.homes import Wrapped, home
+from instep.net.process_group import Group
 from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
+from instep.state.homes import Wrapped, home
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.nesting import WrappedOnce, require_unwrapped
 from instep.verify.gradient_report import Report

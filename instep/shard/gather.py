@@ -40,13 +40,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages
 from instep.errors import PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
-from instep.mesh.device import Stream
-from instep.mesh.process_group import Group
+from instep.net.device import Stream
+from instep.net.lane import Lane
+from instep.net.messages import Messages
+from instep.net.process_group import Group
 from instep.shard.unit import Unit
-from instep.work import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,7 +8,7 @@ The parameters of one dtype stand in one flat space, which is cut into W equal s
 
 A parameter of a block or more begins on a block's edge; a smaller one begins on an aligned address, in what
 is left of some block, and lies in one block. So an edge of a slice, which is one of a block, never
-cuts a canonical block of a parameter (``instep.ordered.blocks``), and what is formed per block, norms and
+cuts a canonical block of a parameter (``instep.reduce.blocks``), and what is formed per block, norms and
 hashes, can be formed by the rank that owns it. All letters here count elements.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from instep.mesh.axes import round_up, slice_length
-from instep.ordered.blocks import BLOCK_ELEMENTS, place
+from instep.reduce.blocks import BLOCK_ELEMENTS, place
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.generators import seed_generator
-from instep.ordered.hash import SHORT, tensor_digest
-from instep.ordered.keys import InitializesByName, derive
-from instep.ordered.shards import elements
+from instep.reduce.blocks import BLOCK_ELEMENTS
+from instep.rng.generators import seed_generator
+from instep.rng.keys import InitializesByName, derive
+from instep.state.hash import SHORT, tensor_digest
+from instep.state.shards import elements
 
 Init = Callable[[str, Tensor], None]
 RESETS = ("reset_parameters", "_reset_parameters")  # the second is what torch's attention calls its own
@@ -99,7 +99,7 @@ def _require_buffers(module: nn.Module) -> None:
 
 
 def _by_name(module: InitializesByName, seed: int) -> Init:
-    """The module's own ``init_parameter``, with the numbers of ``ordered.keys.initialize``."""
+    """The module's own ``init_parameter``, with the numbers of ``rng.keys.initialize``."""
 
     def init(name: str, tensor: Tensor) -> None:
         generator = torch.Generator()

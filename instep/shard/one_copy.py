@@ -34,10 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.launch.memory_file import MemoryFile
 from instep.mesh.axes import round_up
-from instep.mesh.memory_file import MemoryFile
-from instep.mesh.process_group import Group
-from instep.ordered.replicas import gather
+from instep.net.process_group import Group
+from instep.state.replicas import gather
 
 PAGE = mmap.PAGESIZE
 ENTRY_BYTES = 8

@@ -23,13 +23,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep.mesh.agree import all_or_none, require_same_lines
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh, mesh_for_replicas
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.homes import DividedOptimizer
-from instep.ordered.shards import elements
+from instep.net.agree import all_or_none, require_same_lines
+from instep.net.process_group import Group
 from instep.shard import checks
 from instep.shard.checks import (
     class_name,
@@ -53,6 +50,9 @@ from instep.shard.optimizer_state import (
 from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.shard_groups import mesh_for_shards, num_shard_groups, shard_group_of
 from instep.shard.update import ShardedUpdate
+from instep.state import homes
+from instep.state.homes import DividedOptimizer
+from instep.state.shards import elements
 from instep.step.optimizer_guard import requiring
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.launch.rank_exit import mark_secondary
 from instep.memory import as_bytes
 from instep.mesh.axes import round_up
-from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import mark_secondary
-from instep.ordered.homes import ParameterShard, home, in_order, with_strides
-from instep.ordered.shards import put_elements
+from instep.net.process_group import Group
 from instep.shard.checks import group_options, options_text
 from instep.shard.flat_parameters import ShardedParameters
+from instep.state.homes import ParameterShard, home, in_order, with_strides
+from instep.state.shards import put_elements
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter, then by name
 Groups = Sequence[Mapping[str, Any]]

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from instep.errors import Desync, PeerLost
-from instep.mesh.process_group import Group
-from instep.mesh.rank_exit import mark_secondary
-from instep.ordered.header import UPDATE
+from instep.launch.rank_exit import mark_secondary
+from instep.net.lane import Lane
+from instep.net.process_group import Group
+from instep.reduce.header import UPDATE
 from instep.shard.checks import options_text
 from instep.step.reduction import Reduction
-from instep.work import Lane
 
 BROKEN = "the ranks' weights and moments are not of the same step any more: load both, or restart the run"
 FINE, REFUSED, FAILED, READY = 0, 1, 2, 3  # REFUSED, READY: before it had changed anything

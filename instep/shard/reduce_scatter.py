@@ -29,23 +29,23 @@ import torch
 from torch import Tensor
 
 from instep.comm import direct
-from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
-from instep.mesh.process_group import Group
 from instep.native.library import core
-from instep.ordered.add_up import add_up
-from instep.ordered.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
-from instep.ordered.exchange import OrderedAllReduce, mean_scale
-from instep.ordered.header import Header
-from instep.ordered.homes import ParameterShard
-from instep.ordered.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
-from instep.ordered.tree import Node, Sum, plan_sum
+from instep.net.messages import Messages
+from instep.net.process_group import Group
+from instep.reduce.add_up import add_up
+from instep.reduce.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
+from instep.reduce.exchange import OrderedAllReduce, mean_scale
+from instep.reduce.header import Header
+from instep.reduce.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
+from instep.reduce.tree import Node, Sum, plan_sum
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.unit import Divided
+from instep.state.homes import ParameterShard
 
 NUM_BUFFERS = 2  # for units on their way: one is filled while the other is read
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
+from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
-from instep.ordered.buckets import Bundle, Caps
-from instep.ordered.header import NORM, UNSCALE
-from instep.ordered.homes import DividedOptimizer, ParameterShard
-from instep.ordered.hook import weakly
-from instep.ordered.node_format import IN_FLOAT32, NodeFormat
-from instep.ordered.norm import block_square_sums
-from instep.ordered.placeholder import placeholder, was_written
+from instep.net.lane import Work
+from instep.reduce.buckets import Bundle, Caps
+from instep.reduce.header import NORM, UNSCALE
+from instep.reduce.node_format import IN_FLOAT32, NodeFormat
+from instep.reduce.norm import block_square_sums
+from instep.reduce.placeholder import placeholder, was_written
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.optimizer import ShardedOptimizer
@@ -40,9 +40,9 @@ from instep.shard.round_plan import Round, deal, plan_rounds, ranges
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.sliced_optimizer import SlicedOptimizer, SteppingRanks, sliced_optimizer
 from instep.shard.unit import Divided
+from instep.state.homes import DividedOptimizer, ParameterShard
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan, Update
 from instep.step.replica_watch import Replica
-from instep.work import Work
 
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
 GRADIENT_NORM = "the gradient norm"

@@ -13,7 +13,7 @@ What is kept between rounds are the digits of a binary counter, log2(G / W) + 1 
 of two. With other W a round's leaves belong to several nodes, and some more are kept.
 
 Where there are several shard groups of W ranks, each has a contiguous range of leaves, and takes turns among
-its own ranks. It then ends with the few roots of its range, as a rank does in ``ordered.tree``; one that has
+its own ranks. It then ends with the few roots of its range, as a rank does in ``reduce.tree``; one that has
 no leaf any more goes on with empty rounds, until all have ended.
 
 G: micro-batches in the step. W: ranks of a shard group.
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from instep.ordered.tree import Node, are_siblings, rank_major, rotated, round_major
+from instep.reduce.tree import Node, are_siblings, rank_major, rotated, round_major
 
 
 @dataclass(frozen=True)

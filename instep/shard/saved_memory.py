@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.ordered.homes import homes
 from instep.shard.saved_weights import Plain, Watching, top, unpack, watching
+from instep.state.homes import homes
 
 Key = tuple[torch.device, int]
 

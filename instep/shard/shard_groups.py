@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from instep.events import Recorder
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh, UnrankedMesh, mesh_for_replicas, registered_mesh
-from instep.mesh.process_group import Group
+from instep.net.process_group import Group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

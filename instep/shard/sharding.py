@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from instep.errors import PeerLost
-from instep.mesh.agree import all_or_none, require_same_lines
-from instep.mesh.clocks import measure
-from instep.mesh.device import generators, marks_for
+from instep.hook import Hook, weakly
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.alignment import align
-from instep.ordered.header import BARRIER
-from instep.ordered.hook import Hook, weakly
-from instep.ordered.keys import LeafKeys
-from instep.ordered.node_format import NodeFormat
+from instep.net.agree import all_or_none, require_same_lines
+from instep.net.clocks import measure
+from instep.net.device import generators, marks_for
+from instep.net.process_group import Group
+from instep.reduce.header import BARRIER
+from instep.reduce.node_format import NodeFormat
+from instep.rng.keys import LeafKeys
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
 from instep.shard.layout import cut
@@ -34,6 +32,8 @@ from instep.shard.reducer import SliceReducer
 from instep.shard.shard_groups import awaits_rank, find_shard_ranks
 from instep.shard.stage3 import Stage3
 from instep.shard.unit import Divided, Unit
+from instep.state import homes
+from instep.state.alignment import align
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward, release

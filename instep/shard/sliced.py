@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.ordered.placeholder import ABOUT, CONVERSIONS
+from instep.reduce.placeholder import ABOUT, CONVERSIONS
 
 if TYPE_CHECKING:
     from instep.shard.unit import Unit

@@ -25,17 +25,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.events import Recorder
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.homes import DividedOptimizer, Home, ParameterShard
+from instep.net.lane import Lane
+from instep.net.process_group import Group
 from instep.shard import checks
 from instep.shard.checks import group_options
 from instep.shard.flat_parameters import ShardedParameters
 from instep.shard.optimizer_state import adopt_groups, format_sharded, local_state, part_of
 from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.update import ShardedUpdate
+from instep.state import homes
+from instep.state.homes import DividedOptimizer, Home, ParameterShard
 from instep.step.optimizer_guard import requiring
-from instep.work import Lane
 
 KEY = "_instep_slices"
 SLICES_OF = "slices_of"  # an option of each group in a state dict

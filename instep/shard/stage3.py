@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from instep.events import Recorder
-from instep.mesh.agree import require_same_lines
-from instep.mesh.process_group import Group
-from instep.ordered.hook import Hook, weakly
+from instep.hook import Hook, weakly
+from instep.net.agree import require_same_lines
+from instep.net.lane import Lane
+from instep.net.process_group import Group
 from instep.shard.buffer_pool import BufferPool
 from instep.shard.gather import (
     Gathers,
@@ -53,7 +54,6 @@ from instep.shard.saved_weights import SavedWeights
 from instep.shard.sliced import Alias, Live, Sliced, alias, own_classes
 from instep.shard.state_dicts import StateDicts
 from instep.shard.unit import Unit
-from instep.work import Lane
 
 NO_TASK = -1
 Numbers = tuple[int, ...]
@@ -167,7 +167,7 @@ class Stage3:
 
         Args:
             init: ``init(name, tensor)`` fills one whole parameter. By default the module's own
-                ``init_parameter`` does (``instep.ordered.keys.initialize``), else ``reset_parameters`` of the
+                ``init_parameter`` does (``instep.rng.keys.initialize``), else ``reset_parameters`` of the
                 submodules, with torch's generators seeded by ``seed`` and the submodule's name.
             units: which; by default all that have none.
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.ordered.hook import Hook
+from instep.hook import Hook
 from instep.shard.unit import Unit
 
 LOAD = (

@@ -37,16 +37,16 @@ from torch import Tensor, nn
 
 from instep.memory import align_bytes
 from instep.mesh.axes import round_up
-from instep.mesh.process_group import Group
-from instep.ordered import homes
-from instep.ordered.homes import ParameterShard
+from instep.net.lane import Work
+from instep.net.process_group import Group
 from instep.shard.buffer_pool import BufferPool
 from instep.shard.flat_parameters import FlatParameters, Stage2Parameters, uncuttable
 from instep.shard.layout import cut
 from instep.shard.one_copy import MappedWeights
 from instep.shard.partition import UnitMembers
 from instep.shard.sliced import UnitReader, sliced_class, without_dispatch
-from instep.work import Work
+from instep.state import homes
+from instep.state.homes import ParameterShard
 
 _version: Any = Tensor._version
 

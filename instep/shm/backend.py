@@ -21,8 +21,9 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from instep.memory import Segment, as_bytes
-from instep.mesh.hang_report import FlightRecorder
-from instep.mesh.peers import Peer
+from instep.net.hang_report import FlightRecorder
+from instep.net.lane import Lane, Work
+from instep.net.peers import Peer
 from instep.shm import collectives
 from instep.shm.call import NOWHERE, Location, describe_call
 from instep.shm.collectives import Operation, is_native, reduction_name
@@ -31,7 +32,6 @@ from instep.shm.heap import Heap, is_plain
 from instep.shm.mailboxes import Mailboxes
 from instep.shm.point_to_point import PointToPoint
 from instep.shm.rounds import Rounds
-from instep.work import Lane, Work
 
 NAME = "shm"
 NO_TIMEOUT = timedelta(0)  # what torch passes where a caller gave none

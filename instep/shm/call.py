@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from instep.mesh.hang_report import Problem
+from instep.net.hang_report import Problem
 
 CALL_BYTES = 96
 LOCATION = struct.Struct("<4q")

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from instep.errors import PeerLost
-from instep.mesh.hang_report import FlightRecorder, printable
-from instep.mesh.peers import Peer, is_alive, own_peer
-from instep.mesh.store import StoreClient
+from instep.net.hang_report import FlightRecorder, printable
+from instep.net.peers import Peer, is_alive, own_peer
+from instep.net.store import StoreClient
 from instep.shm import segment
 from instep.shm.backend import NAME, ShmGroup
 from instep.shm.group_segment import TOKEN_BYTES, GroupSegment

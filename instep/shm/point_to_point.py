@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from instep.errors import Desync, InstepError, PeerLost
+from instep.net.lane import Work
 from instep.shm.group_segment import TORCH
 from instep.shm.heap import Heap
 from instep.shm.mailboxes import Letter, Mailboxes
 from instep.shm.rounds import Arrival, Rounds
-from instep.work import Work
 
 FLUSH_S = 10.0  # for messages to be received when their sender leaves: their memory ends with it
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)

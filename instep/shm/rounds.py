@@ -23,9 +23,9 @@ from torch import Tensor
 
 from instep.errors import Desync, PeerLost
 from instep.memory import bytes_of, tensor_of
-from instep.mesh.hang_report import ROW_BYTES, FlightRecorder, Problem, StatusRow
-from instep.mesh.peers import Peer, Peers, describe
 from instep.native.library import ReductionView
+from instep.net.hang_report import ROW_BYTES, FlightRecorder, Problem, StatusRow
+from instep.net.peers import Peer, Peers, describe
 from instep.shm.call import CALL_BYTES, LOCATION, NOWHERE, SLOT_BYTES, Location, announcement, disagreement
 from instep.shm.group_segment import HERE, LEFT, SLOTS, GroupSegment
 from instep.shm.segment import Words

@@ -1,4 +1,4 @@
-"""Memory files (``mesh.memory_file``) as memory that other processes of the host can map.
+"""Memory files (``launch.memory_file``) as memory that other processes of the host can map.
 
 A memory file has no name: it disappears with the last process that holds it, so nothing is ever left in
 ``/dev/shm``. Opening one proves that its owner is a process of the same user on the same host.
@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 from instep.native.library import absence, core
 
 _NS = 1_000_000_000

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.memory import as_bytes
-from instep.mesh.agree import first_difference, raise_on_all, require_same_lines
-from instep.mesh.process_group import Group
-from instep.ordered.hash import tensor_digest
+from instep.net.agree import first_difference, raise_on_all, require_same_lines
+from instep.net.process_group import Group
+from instep.state.hash import tensor_digest
 from instep.step.optimizer_guard import ParameterRegistry
 
 T = TypeVar("T")

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from instep.events import BUFFERS, Span
-from instep.mesh.process_group import Group
-from instep.ordered.hook import Hook, weakly
+from instep.hook import Hook, weakly
+from instep.net.lane import Lane
+from instep.net.process_group import Group
 from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
 from instep.step.first_inputs import tensors_in
 from instep.step.micro_batches import DeclaredStep
 from instep.step.nesting import require_outermost
 from instep.step.reduction import StepPlan
-from instep.work import Lane
 
 NO_TASK = -1
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from instep.ordered.buckets import Bucket, Bundle, Slot, wire_dtype
+from instep.reduce.buckets import Bucket, Bundle, Slot, wire_dtype
 
 NO_OTHER_USER = 2  # references to an object: one variable, and the argument of the call that counts
 LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call

@@ -23,12 +23,12 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
+from instep.hook import weakly
 from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
-from instep.ordered.attributes import contents, own_attributes, within
-from instep.ordered.hook import weakly
-from instep.ordered.keys import LeafKeys
-from instep.ordered.placeholder import slices_of
+from instep.reduce.placeholder import slices_of
+from instep.rng.attributes import contents, own_attributes, within
+from instep.rng.keys import LeafKeys
 from instep.step.first_inputs import FirstInputs
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan

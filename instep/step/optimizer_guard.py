@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from instep.mesh.process_group import Group
-from instep.ordered.alignment import align
-from instep.ordered.placeholder import by_slices, slices_of
+from instep.net.process_group import Group
+from instep.reduce.placeholder import by_slices, slices_of
+from instep.state.alignment import align
 
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction

@@ -27,16 +27,16 @@ from torch.optim import Optimizer
 from instep.errors import Desync, PeerLost
 from instep.events import BATCH_NORM, Recorder, Span
 from instep.memory import bytes_of
-from instep.mesh.device import Stream
-from instep.mesh.process_group import Group
-from instep.ordered.buckets import Bucket, Bundle, Caps
-from instep.ordered.exchange import OrderedAllReduce
-from instep.ordered.header import COMPARE, VERSION, Header
-from instep.ordered.node_format import IN_FLOAT32, NodeFormat
-from instep.ordered.tree import host_major, rotated
+from instep.net.device import Stream
+from instep.net.lane import Lane, Work
+from instep.net.process_group import Group
+from instep.reduce.buckets import Bucket, Bundle, Caps
+from instep.reduce.exchange import OrderedAllReduce
+from instep.reduce.header import COMPARE, VERSION, Header
+from instep.reduce.node_format import IN_FLOAT32, NodeFormat
+from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.replica_watch import Replica, ReplicaWatch
-from instep.work import Lane, Work
 
 SHOWN = 8  # unused parameters, in a message
 COMPARISON = "the comparison of gradients that no exchange has seen"
@@ -341,7 +341,7 @@ class Reduction(ABC):
         return next(unlike, None if len(set(found)) == 1 else 0)
 
     def come_to(self, act: int, operation: str, words: Sequence[int] = ()) -> list[list[int]]:
-        """The ``words`` of every rank, once all have come to ``act``, one of ``ordered.header.ACTS``.
+        """The ``words`` of every rank, once all have come to ``act``, one of ``reduce.header.ACTS``.
 
         For what ranks do together on ``group`` besides reducing. A barrier too. Collective: one message, of
         the length of a header.

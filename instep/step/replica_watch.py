@@ -14,7 +14,7 @@ which have to be the same on all ranks:
     parameters 1, 3, 5, ...              piece 0   piece 1   piece 2
 
 They only cast doubt, since a rank may write what was there. In doubt all ranks hash all that they hold alike,
-and raise where that differs (``ordered.replicas``). Weights are sampled where an optimizer has left them, not
+and raise where that differs (``state.replicas``). Weights are sampled where an optimizer has left them, not
 where they are used: a loop may move them aside between two backwards, on each rank in its own way, if it puts
 them back before the step. Frozen parameters and buffers may be each rank's own, as with torch's DDP.
 
@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from instep.memory import as_bytes
-from instep.mesh.device import fetch
-from instep.mesh.process_group import Group
-from instep.ordered.header import Header, describe_step
-from instep.ordered.replicas import compare_replicas, odd_one_out, ranks_listed
-from instep.ordered.shards import MODEL, Shard, elements
+from instep.net.device import fetch
+from instep.net.process_group import Group
+from instep.reduce.header import Header, describe_step
+from instep.state.replicas import compare_replicas, odd_one_out, ranks_listed
+from instep.state.shards import MODEL, Shard, elements
 
 AT_ONCE = 16  # parameters in a sample, at least
 PERIOD = 1024  # steps in which every element has its turn, of up to 16384 parameters

@@ -1,7 +1,7 @@
 """Batch norm in declared steps: forward measures, and the step's end applies what all micro-batches measured.
 
 What forwards measure is written down (``watched_norms.py``); the ranks tell it each other when all gradients
-have arrived, and then every rank applies it in the order of the micro-batches (``ordered/running.py``).
+have arrived, and then every rank applies it in the order of the micro-batches (``reduce/running.py``).
 
 Until then the buffers are as before the step. So a forward in eval mode within a step computes with the
 statistics of before the step, on any number of ranks, and of a step that is given up nothing is left.
@@ -22,12 +22,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from instep.errors import Desync
-from instep.mesh.agree import all_tell
-from instep.mesh.process_group import Group
-from instep.ordered.hook import Hook, weakly
-from instep.ordered.running import Changes, apply, from_bytes, to_bytes
+from instep.hook import Hook, weakly
+from instep.net.agree import all_tell
+from instep.net.lane import Lane
+from instep.net.process_group import Group
+from instep.reduce.running import Changes, apply, from_bytes, to_bytes
 from instep.step.watched_norms import Recording, find_norms
-from instep.work import Lane
 
 EXCHANGE = "the exchange of running statistics"
 LIMIT_BYTES = 1 << 32  # of one rank's

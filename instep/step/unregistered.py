@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.ordered.attributes import at_hand, own_attributes
+from instep.rng.attributes import at_hand, own_attributes
 from instep.step.optimizer_guard import entries_of, refuse
 
 DEPTH = 4  # containers within containers that are looked into

@@ -3,7 +3,7 @@
 While the forward of a norm runs, its buffers are ``Watched``: tensors over the same memory that are told of
 every operation on them. ``batch_norm`` is given scratch memory in their place and a momentum of 1, which
 leaves the bare statistics of the batch there; a number that is added to a counter is kept. Both become
-``BufferChange``s (``ordered/running.py``). Whatever else forward does to the buffers happens to their
+``BufferChange``s (``reduce/running.py``). Whatever else forward does to the buffers happens to their
 memory, where the declared step finds it, and refuses it by name.
 
 Watched are the layers of torch (``nn.BatchNorm1d``, ``nn.InstanceNorm2d``, ...), and every module that names
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from instep.ordered.running import BufferChange, Changes, Rule
+from instep.reduce.running import BufferChange, Changes, Rule
 
 PROBE = float(1 << 24)  # what rounding to float32 has cut off, times this, is a number of float32 again
 RUNNING = ("running_mean", "running_var")

@@ -63,7 +63,7 @@ KINDS = {
 STEP_NAME = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})$")
 COLLECTIVE_KERNEL = re.compile(r"nccl.*Kernel")  # RCCL's are called the same
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$|instep:exchange ")
-# What ``instep.work`` tells of its threads: work is handed over on one thread, and executed on another.
+# What ``instep.net.lane`` tells of its threads: work is handed over on one thread, and executed on another.
 HANDED_OVER, EXECUTED = "instep:hand over ", ("instep:exchange ", "instep:compute ")
 TO_DEVICE = "Memcpy HtoD"
 FIX = (

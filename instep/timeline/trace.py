@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from instep.events import Recorder, Timeline
-from instep.mesh.process_group import Group
+from instep.net.process_group import Group
 from instep.ring_buffer import read_head
 from instep.timeline import trace_files
 from instep.timeline.analysis import Analysis, analyse, summary_lines

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from instep.events import STEP, Event, Recorder, Timeline
-from instep.mesh.clocks import boot, measure
-from instep.mesh.process_group import Group
+from instep.net.clocks import boot, measure
+from instep.net.process_group import Group
 from instep.ring_buffer import FIELDS, FIRST, RECORD, read_head
 
 FOLDER = "trace"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from instep.memory import as_bytes
-from instep.mesh.process_group import Group
-from instep.ordered.buckets import wire_dtype
+from instep.net.process_group import Group
+from instep.reduce.buckets import wire_dtype
 from instep.verify.gradient_report import GradientFigures, Reference, joined
 from instep.verify.subject import GradientPiece
 

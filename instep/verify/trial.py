@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from instep.errors import InstepError
 from instep.memory import as_bytes
-from instep.mesh.agree import all_or_none
-from instep.mesh.device import generators
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
-from instep.ordered.generators import seed_generator, state_of
-from instep.ordered.hash import tensor_digest
-from instep.ordered.keys import derive
+from instep.net.agree import all_or_none
+from instep.net.device import generators
+from instep.net.process_group import Group
+from instep.rng.generators import seed_generator, state_of
+from instep.rng.keys import derive
+from instep.state.hash import tensor_digest
 from instep.step import optimizer_guard
 from instep.step.reduction import StepPlan
 from instep.verify.comparison import GradientComparison, Mean, Ours, norm, wide

@@ -22,7 +22,7 @@ from instep.bench.doctor import (
     examine,
     memory_limit,
 )
-from instep.mesh.rank_exit import Exit, RankFailed
+from instep.launch.rank_exit import Exit, RankFailed
 from instep.native.library import core
 from tests.native.without import without_core
 

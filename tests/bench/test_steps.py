@@ -11,7 +11,7 @@ from instep.bench.steps import StepResults
 from instep.bench.steps_rank import memory_columns
 from instep.bench.variants import ALONE, DDP, LINK_VARIANTS, NONE, Variant
 from instep.bench.workloads import Workload
-from instep.mesh import device
+from instep.net import device
 from tests.lab import why_not
 
 BUCKETED = Variant("bucketed", "gloo")

@@ -19,7 +19,7 @@ from benchmarks.faults.matrix import Row, Run, injected, lost, matrix
 from benchmarks.faults.programs import PROGRAMS
 from instep.elastic.faults import KINDS, parse
 from instep.elastic.heartbeat import PHASES, UNLIMITED
-from instep.mesh.rank_exit import Exit, describe_exit
+from instep.launch.rank_exit import Exit, describe_exit
 
 FOLDER = Path(report.__file__).parent
 SECOND = 10**9

@@ -15,7 +15,7 @@ PROGRAM = """
 import ctypes, os, sys
 from datetime import timedelta
 import torch.distributed as dist
-from instep.mesh.store import StoreClient
+from instep.net.store import StoreClient
 
 class Lasting:
     "Goes last, and takes until the store has given up: all else may take a busy machine long."

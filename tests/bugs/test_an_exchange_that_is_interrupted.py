@@ -13,9 +13,9 @@ from torch import nn
 
 import instep
 from instep.errors import PeerLost
-from instep.mesh import peers, process_group
 from instep.mesh.mesh import Mesh
-from instep.work import Handle, Work
+from instep.net import peers, process_group
+from instep.net.lane import Handle, Work
 from tests.far import evenly, hosts
 from tests.world import world
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import instep
 from instep.mesh.mesh import Mesh
-from instep.ordered.node_format import NodeFormat, Stretch
+from instep.reduce.node_format import NodeFormat, Stretch
 from tests.parity import world_of_one
 from tests.world import world
 

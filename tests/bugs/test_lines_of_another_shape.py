@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from instep.mesh.peers import own_peer
+from instep.net.peers import own_peer
 from instep.recipes import text_config
 from instep.ring_buffer import RingBuffer, read_head
 from instep.run import folder, summary

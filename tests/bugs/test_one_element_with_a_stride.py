@@ -12,7 +12,7 @@ from torch import nn
 import instep
 from instep.memory import as_bytes
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import tensor_digest
+from instep.state.hash import tensor_digest
 from tests.parity import Training, assert_bits_of_one, numbers
 from tests.world import world
 

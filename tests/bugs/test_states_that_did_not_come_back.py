@@ -19,10 +19,10 @@ from instep.checkpoint.shorthand import load, save
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import SharedHash
-from instep.ordered.shards import without_ties
 from instep.replicate.wrapper import DataParallel
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state.hash import SharedHash
+from instep.state.shards import without_ties
 from tests.parity import filled
 from tests.state_oracle import state_digests, state_entries
 from tests.world import world

@@ -19,7 +19,7 @@ import instep
 from instep.checkpoint.state import TrainingState
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import SharedHash
+from instep.state.hash import SharedHash
 from tests.parity import filled, numbers, world_of_one
 from tests.shard.trained import assert_same, copied
 from tests.world import world

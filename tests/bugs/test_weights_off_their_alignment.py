@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import instep
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import tensor_digest
+from instep.state.hash import tensor_digest
 from instep.step.micro_batches import MicroBatch
-from tests.ordered.mapped import off_by
 from tests.parity import filled, numbers, world_of_one
+from tests.reduce.mapped import off_by
 from tests.world import world
 
 WIDTH = 64  # one row times such a matrix has other bits where the matrix is not aligned

@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.checkpoint.load import restore
 from instep.checkpoint.manifest import canonical
 from instep.checkpoint.state import TrainingState, merged
-from instep.ordered.stored import Source, assemble, shards_from_json, shards_to_json
+from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
 
 RANK = "0"
 
@@ -35,7 +35,7 @@ class Elsewhere:
         return cls(rows, ties, options, {x.name: x.tensor.flatten().clone() for x in shards})
 
     def read_into(self, name: str, first: int, out: Tensor) -> None:
-        """As ``ordered.stored.Reader``."""
+        """As ``state.stored.Reader``."""
         out.copy_(self.values[name][first : first + out.numel()])
 
     def source(self) -> Source:

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 from instep.checkpoint.registered import Registered
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import SharedHash
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state.hash import SharedHash
 from tests.parity import numbers
 
 NUM_LEAVES = 4

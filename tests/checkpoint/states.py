@@ -14,8 +14,8 @@ from instep.checkpoint import save as saving
 from instep.checkpoint.load import newest, read_tensors
 from instep.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
 from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
-from instep.mesh.process_group import Group
-from instep.ordered.shards import MODEL, OPTIMIZER, Shard
+from instep.net.process_group import Group
+from instep.state.shards import MODEL, OPTIMIZER, Shard
 from tests.state_oracle import state_sha256
 
 ALONE = Group(None, (0,), 0, 300.0)  # once: it reads files of the system, which are none of the disk's

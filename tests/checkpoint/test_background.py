@@ -21,8 +21,8 @@ from instep.checkpoint.background import Saver
 from instep.checkpoint.save import MODEL_FILE
 from instep.checkpoint.state import TrainingState
 from instep.errors import PeerLost
-from instep.mesh.peers import own_peer
-from instep.mesh.process_group import Group
+from instep.net.peers import own_peer
+from instep.net.process_group import Group
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
 from tests.checkpoint.states import all_bits, bits, drafted, layout_of, save_steps, state, whole_step

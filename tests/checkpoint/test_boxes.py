@@ -14,8 +14,8 @@ from torch import Tensor
 from instep.checkpoint import save as saving
 from instep.checkpoint.load import open_source, read_tensors, verify
 from instep.mesh.mesh import Mesh
-from instep.ordered.shards import MODEL, Shard, owned
-from tests.ordered.partitions import RANKS, drawn, entries, shards
+from instep.state.shards import MODEL, Shard, owned
+from tests.state.partitions import RANKS, drawn, entries, shards
 from tests.state_oracle import state_sha256
 from tests.world import world
 

@@ -25,7 +25,7 @@ from instep.checkpoint import files
 from instep.checkpoint.load import verify
 from instep.checkpoint.save import MODEL_FILE
 from instep.errors import CheckpointRejected
-from instep.mesh.launch import warm
+from instep.launch.launch import warm
 from tests.checkpoint.disk import NEVER, Disk, Killed
 from tests.checkpoint.states import save, save_steps, state, whole_step
 

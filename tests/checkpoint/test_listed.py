@@ -14,10 +14,10 @@ from instep.checkpoint.listed import modules
 from instep.checkpoint.registered import Registered, RegisteredState
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
-from instep.ordered.shards import Shard
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state.shards import Shard
 from tests.world import world
 
 

@@ -25,9 +25,13 @@ from instep.checkpoint.state import TrainingState, merged
 from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from instep.ordered.replicas import compare_replicas
-from instep.ordered.shards import without_ties
-from instep.ordered.stored import (
+from instep.replicate.server import ParameterServer
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
+from instep.shard.optimizer import ShardedOptimizer
+from instep.state.replicas import compare_replicas
+from instep.state.shards import without_ties
+from instep.state.stored import (
     MemoryReader,
     Source,
     assemble,
@@ -36,10 +40,6 @@ from instep.ordered.stored import (
     shards_to_json,
     views,
 )
-from instep.replicate.server import ParameterServer
-from instep.replicate.wrapper import DataParallel
-from instep.shard.fully import fully_shard
-from instep.shard.optimizer import ShardedOptimizer
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.registry import KINDS, Average, Net, hash_of, train
 from tests.checkpoint.states import all_bits

@@ -24,7 +24,7 @@ from instep.checkpoint.manifest import canonical, require_json
 from instep.checkpoint.registered import Registered
 from instep.data.loader import Loader
 from instep.errors import CheckpointRejected
-from instep.ordered.objects import put_together, take_apart, tensors_of
+from instep.state.objects import put_together, take_apart, tensors_of
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.states import bits
 

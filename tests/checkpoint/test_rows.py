@@ -14,10 +14,10 @@ from instep.checkpoint.load import verify
 from instep.checkpoint.shorthand import save
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
-from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.shards import Shard
-from instep.ordered.stored import assemble, shards_from_json, shards_to_json
+from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state.shards import Shard
+from instep.state.stored import assemble, shards_from_json, shards_to_json
 from tests.checkpoint.test_stages import expected, load_and_go_on, made, train, train_and_save, world
 
 __all__ = ["expected"]  # a fixture

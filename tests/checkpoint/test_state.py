@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from instep.checkpoint.state import TrainingState, merged
 from instep.errors import CheckpointRejected
-from instep.ordered.shards import MODEL, OPTIMIZER
-from instep.ordered.stored import UNORDERED, Source, assemble, shards_from_json
+from instep.state.shards import MODEL, OPTIMIZER
+from instep.state.stored import UNORDERED, Source, assemble, shards_from_json
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.nets import OPTIMIZERS, Net, made, train, whole_hash
 from tests.checkpoint.states import all_bits, bits

@@ -15,7 +15,7 @@ from instep.checkpoint.load import read_tensors
 from instep.checkpoint.save import MODEL_FILE
 from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, write
 from instep.errors import CheckpointRejected
-from instep.ordered.stored import DTYPES
+from instep.state.stored import DTYPES
 from tests.checkpoint.states import all_bits, bits, layout_of, vouch
 
 

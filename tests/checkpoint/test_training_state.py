@@ -4,8 +4,8 @@ import torch
 
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import bare
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state.hash import bare
 from tests.state_oracle import state_entries
 from tests.world import world
 

@@ -92,7 +92,7 @@ def runs(monkeypatch):
         module = ModuleType(name)
         module.run = partial(run, name=name)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("instep.mesh.launch.warm", lambda: None)
+    monkeypatch.setattr("instep.launch.launch.warm", lambda: None)
     return runs
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from instep.cli.exit_codes import FAILED, INTERRUPTED, REJECTED, USAGE, exit_code, report_error
 from instep.errors import CheckpointRejected, ContractBroken, Desync, PeerLost
-from instep.mesh.rank_exit import ErrorRecord, Exit, RankFailed
+from instep.launch.rank_exit import ErrorRecord, Exit, RankFailed
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
 

@@ -9,7 +9,7 @@ import pytest
 from instep.cli.exit_codes import DONE, FAILED, REJECTED, USAGE
 from instep.cli.train import main
 from instep.errors import CheckpointRejected, PeerLost
-from instep.mesh import launch
+from instep.launch import launch
 from instep.recipes import text, text_config
 from instep.recipes.text_config import Config
 from instep.recipes.text_options import parse, parse_script

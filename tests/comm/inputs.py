@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from instep.comm.messages import Messages
 from instep.comm.schedule import edges
+from instep.net.messages import Messages
 
 # Fewer elements than ranks, none, one, not divisible, divisible by all sizes up to six.
 NUM_ELEMENTS = (0, 1, 2, 5, 7, 13, 60)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.comm.inputs import cut
-from tests.ordered.trees import left_fold, tree_sum
+from tests.reduce.trees import left_fold, tree_sum
 
 
 def in_turn(addends: Sequence[Tensor]) -> Tensor:

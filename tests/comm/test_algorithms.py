@@ -8,9 +8,9 @@ from torch import Tensor
 
 from instep.comm.algorithms import SCHEDULES
 from instep.comm.cost import collective_cost
-from instep.comm.messages import Messages
 from instep.comm.perform import perform
 from instep.comm.schedule import edges
+from instep.net.messages import Messages
 from tests.comm.inputs import NUM_ELEMENTS, CountingMessages, bits, cut, drawn, everybodys
 from tests.comm.orders import ORDERS
 from tests.world import world

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from instep.comm import functional
-from instep.comm.messages import Messages
+from instep.net.messages import Messages
 from tests.comm.inputs import drawn
 from tests.world import world
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 from instep.data.loader import Loader
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered.tree import rank_major
+from instep.reduce.tree import rank_major
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard

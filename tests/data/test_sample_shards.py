@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from instep.data.loader import Loader
 from instep.data.sample_shards import ShardOrder
-from instep.ordered.tree import rank_major
+from instep.reduce.tree import rank_major
 
 SIZES = [5, 0, 9, 7, 3, 11, 4, 8, 6, 10]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.elastic.heartbeat import MAX_FAULTS, MAX_WORKERS, PHASES, WAITING, Heartbeat, HeartbeatPage
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 
 
 def test_a_second_mapping_sees_what_the_first_has_written(page: HeartbeatPage) -> None:

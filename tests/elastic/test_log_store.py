@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.elastic.log_store import LogStore
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 
 keys = st.sampled_from(["a", "b", "größer"])
 values = st.text(max_size=20)

@@ -22,7 +22,7 @@ from instep.elastic.heartbeat import HeartbeatPage
 from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.errors import PeerLost
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 
 numbers = st.integers(0, 2**40)
 files = st.builds(MemoryFile, numbers, numbers, numbers)

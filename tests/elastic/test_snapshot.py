@@ -28,7 +28,7 @@ from instep.elastic.snapshot import (
     common_step,
     tensor_bytes,
 )
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((), torch.float32),

@@ -24,8 +24,8 @@ from instep.elastic import supervise, watchdog
 from instep.elastic.failures import RunFailed
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, _ranks
-from instep.mesh.launch import Children, warm
-from instep.mesh.rank_exit import Exit, RankFailed
+from instep.launch.launch import Children, warm
+from instep.launch.rank_exit import Exit, RankFailed
 from tests.elastic.toys import LOG, SAID, Script, work
 
 SETTLE_S = 5.0  # for what other threads have open for a moment

@@ -10,7 +10,7 @@ from pathlib import Path
 from instep.elastic.heartbeat import PHASES, HeartbeatPage, Position
 from instep.elastic.watchdog import Reading
 from instep.elastic.worker_pool import Worker, progress_table
-from instep.mesh.rank_process import Child
+from instep.launch.rank_process import Child
 
 
 def test_one_line_per_worker(page: HeartbeatPage) -> None:

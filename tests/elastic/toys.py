@@ -21,9 +21,9 @@ from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.rendezvous import Assignment, ControlChannel, WorkerSpec
 from instep.elastic.snapshot import Snapshot
 from instep.errors import ContractBroken, PeerLost
-from instep.mesh.memory_file import MemoryFile
-from instep.mesh.rank_process import exit_now
-from instep.mesh.signals import listen_for_preemption
+from instep.launch.memory_file import MemoryFile
+from instep.launch.rank_process import exit_now
+from instep.launch.signals import listen_for_preemption
 
 NOWHERE = MemoryFile(0, 0, 0)
 ALARM_S = 25  # no test waits longer for a toy that hangs

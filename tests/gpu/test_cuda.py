@@ -11,17 +11,17 @@ import torch
 
 from instep.checkpoint.state import TrainingState
 from instep.events import Recorder
+from instep.launch.launch import launch
 from instep.mesh import deterministic
-from instep.mesh.device import marks_for
 from instep.mesh.join import init
-from instep.mesh.launch import launch
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.hash import SharedHash
-from instep.ordered.keys import initialize
-from instep.ordered.norm import clip_grad_norm_
+from instep.net.device import marks_for
 from instep.pipeline.pipeline import Pipeline
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
+from instep.rng.keys import initialize
+from instep.state.hash import SharedHash
 from tests.state_oracle import state_entries, state_sha256
 
 pytestmark = [

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.launch.launch import launch
 from instep.mesh import deterministic
-from instep.mesh.launch import launch
-from instep.ordered.blocks import BLOCK_ELEMENTS
-from instep.ordered.norm import block_square_sums
+from instep.reduce.blocks import BLOCK_ELEMENTS
+from instep.reduce.norm import block_square_sums
 from instep.run.script_step import SpanPhases
 from tests.state_oracle import state_entries, state_sha256
 

@@ -36,7 +36,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from instep.mesh.launch import PRELOAD
+from instep.launch.launch import PRELOAD
 from tests.lab import enter
 
 REQUEST_LIMIT_BYTES = 1 << 16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 from instep.run.folder import FAULTS, METRICS, SUMMARY
 from instep.run.jsonl import read_lines
 from tests.launched.command import ROOT, instep

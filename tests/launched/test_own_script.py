@@ -80,7 +80,7 @@ FOUR_GPUS = """
 import os, select
 import torch
 import instep
-from instep.mesh import device
+from instep.net import device
 
 def note(*words):
     with open("log", "a") as file:

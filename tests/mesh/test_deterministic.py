@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from instep.mesh import deterministic, device
+from instep.mesh import deterministic
 from instep.mesh.deterministic import WORKSPACE
 from instep.mesh.join import _require_own_gpus
 from instep.mesh.mesh import Mesh
+from instep.net import device
 from instep.run.script_run import Run
 from tests.world import world
 

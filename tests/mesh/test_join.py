@@ -17,14 +17,14 @@ from torch import nn
 
 import instep
 from instep.errors import PeerLost
+from instep.launch.launch import launch
+from instep.launch.launch_environment import detect
+from instep.launch.rank_exit import RankFailed
 from instep.mesh import join
 from instep.mesh import mesh as current
 from instep.mesh.join import join_store
-from instep.mesh.launch import launch
-from instep.mesh.launch_environment import detect
-from instep.mesh.process_group import _lost, _sweep
-from instep.mesh.rank_exit import RankFailed
-from instep.ordered.exchange import OrderedAllReduce
+from instep.net.process_group import _lost, _sweep
+from instep.reduce.exchange import OrderedAllReduce
 
 PATIENCE_S = 30
 SOON_S = PATIENCE_S / 3  # far above a slice of a wait, for a busy machine

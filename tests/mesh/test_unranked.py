@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import instep
-from instep.mesh import device
 from instep.mesh.join import await_rank
 from instep.mesh.mesh import Mesh
+from instep.net import device
 
 
 @pytest.fixture

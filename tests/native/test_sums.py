@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.native.library import ADD, DIVIDED, MULTIPLY, core
-from instep.ordered.add_up import add_up
-from instep.ordered.node_format import BucketNodes
-from instep.ordered.tree import Sum, plan_sum, rank_major, round_major
+from instep.reduce.add_up import add_up
+from instep.reduce.node_format import BucketNodes
+from instep.reduce.tree import Sum, plan_sum, rank_major, round_major
 from tests.native.without import without_core
 
 pytestmark = pytest.mark.skipif(core() is None, reason="there is no compiled native core")

@@ -18,7 +18,6 @@ import instep
 from instep.events import STEP, Event
 from instep.mesh.mesh import Mesh
 from instep.models.transformer import GPT
-from instep.ordered.homes import offered
 from instep.pipeline import cuts
 from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.cuts import (
@@ -37,6 +36,7 @@ from instep.pipeline.proposal import RankTimes, propose, rank_times
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import makespan_s, simulate
 from instep.shard.saved_memory import saved_beside
+from instep.state.homes import offered
 from tests.pipeline.test_runtime import G, gpt, loss, windows
 from tests.rejoin import unranked
 from tests.world import world

@@ -15,7 +15,7 @@ import instep
 from instep.checkpoint.state import TrainingState
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import SharedHash
+from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
 from tests.state_oracle import state_entries, state_sha256
 from tests.world import world

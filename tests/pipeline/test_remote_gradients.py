@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered import norm
+from instep.reduce import norm
 from tests.world import world
 
 MAX_NORM = 0.01

@@ -20,13 +20,13 @@ from instep.events import PIPELINE, Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.exchange import OrderedAllReduce
-from instep.ordered.hash import SharedHash
+from instep.net.lane import Handle
 from instep.pipeline import schedules
 from instep.pipeline.simulate import StageTimes, simulate
+from instep.reduce.exchange import OrderedAllReduce
+from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.stages import pipeline_figures
-from instep.work import Handle
 from tests.parity import world_of_one
 from tests.state_oracle import state_entries, state_sha256
 from tests.world import world

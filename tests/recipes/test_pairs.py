@@ -17,7 +17,7 @@ pytest.importorskip("tokenizers")
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from instep.data.tokens import EncodedPair, PadTogether
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 from instep.mesh.mesh import Mesh
 from instep.recipes import pairs
 from instep.recipes.pairs import evaluate, main, make_model, read_pairs

@@ -8,11 +8,11 @@ from torch import nn
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered.buckets import flat_real
+from instep.reduce.buckets import flat_real
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
-from tests.ordered.trees import tree_sum
 from tests.parity import filled, numbers, world_of_one
+from tests.reduce.trees import tree_sum
 from tests.replicate.nets import Dense, data, mean_square
 from tests.replicate.replicas import failing_at, gradients
 from tests.world import world

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.hash import tensor_digest
 from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
 from instep.replicate.server import ParameterServer
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
+from instep.state.hash import tensor_digest
 from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Tied, mean_square, next_token

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from instep.errors import PeerLost
+from instep.launch.launch import RankFailed, launch
 from instep.mesh.join import init
-from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import instep
 from instep.mesh.mesh import Mesh
-from instep.ordered.node_format import BucketNodes, NodeFormat
-from instep.ordered.tree import Node
+from instep.reduce.node_format import BucketNodes, NodeFormat
+from instep.reduce.tree import Node
 from instep.replicate.server import ParameterServer
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.step.micro_batches import MicroBatch
-from tests.ordered.rounded_nodes import FORMATS, by_hand
 from tests.parity import _kept as kept
 from tests.parity import adamw, assert_same_bits, filled, world_of_one
+from tests.reduce.rounded_nodes import FORMATS, by_hand
 from tests.replicate.nets import WIDTH, data
 from tests.state_oracle import Entry
 from tests.world import world

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.homes import offered
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
+from instep.state.homes import offered
 from tests.parity import filled, numbers, world_of_one
 from tests.rejoin import Kind, Meetings, in_generations, lose_rank, replicated, served
 from tests.replicate.nets import Dense, Residual, Tied, images, mean_square, next_token

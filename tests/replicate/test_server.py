@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from instep.errors import PeerLost
 from instep.events import Event
 from instep.mesh.mesh import Mesh
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from tests.parity import (

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 import instep
 from instep.events import Recorder
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 from instep.mesh.mesh import Mesh
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.replica import Replica
 from instep.replicate.threads import ThreadedReplicas, tree_sum
 from instep.step.micro_batches import MicroBatch

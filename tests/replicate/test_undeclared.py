@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.parity import bits, filled

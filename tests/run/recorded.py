@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.norm import grad_norm
+from instep.reduce.norm import grad_norm
 from instep.replicate.gradient_hashes import observe_gradients
 from instep.replicate.wrapper import DataParallel
 from instep.run.jsonl import JsonLines

@@ -6,7 +6,7 @@ import os
 from typing import Any, cast
 
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 from instep.run.recovery import Snapshots
 
 

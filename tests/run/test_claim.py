@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.mesh.launch_environment import LaunchEnvironment
+from instep.launch.launch_environment import LaunchEnvironment
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_group import Group
+from instep.net.process_group import Group
 from instep.run import folder
 from instep.run.claim import Wanted, claim_together
 from instep.run.folder import MADE_UP, RUNS

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.mesh.peers import Peer, own_peer
+from instep.net.peers import Peer, own_peer
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, merge
 from instep.regular_files import try_lock

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from instep.elastic.rendezvous import Assignment
 from instep.errors import ContractBroken, Desync, PeerLost, ReplicasDiffer
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 from instep.run.ledger import LEDGER
 from instep.run.membership import Membership, require_contract
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from instep.mesh.peers import Peer, own_peer
+from instep.net.peers import Peer, own_peer
 from instep.recipes import text_config
 from instep.run import folder
 from instep.run.ledger import LEDGER, STARTED

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.checkpoint.registered import Registered
-from instep.ordered.tree import rank_major
+from instep.reduce.tree import rank_major
 from instep.run.script_layout import global_batch, introduction, layout_of, number_words, shard_axis
 from instep.run.settings import ScriptBatch, ScriptSettings
 

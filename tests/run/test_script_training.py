@@ -17,7 +17,7 @@ from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import initialize
+from instep.rng.keys import initialize
 from instep.run.rank_state import Holds
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptSettings

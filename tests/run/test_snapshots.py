@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
-from instep.mesh.memory_file import MemoryFile
+from instep.launch.memory_file import MemoryFile
 from instep.mesh.mesh import Mesh
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from tests.parity import world_of_one

@@ -14,9 +14,9 @@ from instep.errors import ContractBroken
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import initialize
 from instep.recipes import text_config
 from instep.recipes.text_config import BatchConfig, Config
+from instep.rng.keys import initialize
 from tests.parity import assert_same_bits, world_of_one
 from tests.run.text_training import STEPS, TextTraining, tiny
 from tests.state_oracle import state_entries

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from instep.launch.process_memory import resident_memory
 from instep.mesh.mesh import Mesh
-from instep.mesh.process_memory import resident_memory
 from instep.shard import buffer_pool
 from instep.shard.buffer_pool import MAPPED_BYTES, BufferPool
 from tests.parity import filled

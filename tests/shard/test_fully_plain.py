@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer

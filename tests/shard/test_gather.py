@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import PeerLost
+from instep.launch.launch import launch
 from instep.mesh.join import find_ranks, init
-from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
 from instep.shard import gather
 from instep.shard.gather import PARAMETER_GATHER, Gathers, RequestedShards, find_source

@@ -12,12 +12,12 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered import homes
-from instep.ordered.homes import ParameterShard
 from instep.shard import checks
 from instep.shard.flat_parameters import FlatParameters
 from instep.shard.layout import cut
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state import homes
+from instep.state.homes import ParameterShard
 from tests.parity import numbers, world_of_one
 from tests.shard.given import parameters, steps
 from tests.shard.trained import assert_same

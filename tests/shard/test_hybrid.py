@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh, build
-from instep.mesh.store import backend_timeout
-from instep.ordered.tree import rank_major, roots
+from instep.net.store import backend_timeout
+from instep.reduce.tree import rank_major, roots
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.round_plan import deal, plan_rounds

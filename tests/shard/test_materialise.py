@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.ordered.keys import initialize
+from instep.rng.keys import initialize
 from tests.parity import numbers
 from tests.shard.gathered import Layer, Stack, gathered_units, in_slices, inputs, loss_of
 from tests.world import world

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.node_format import NodeFormat
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.node_format import NodeFormat
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.step.micro_batches import MicroBatch
-from tests.ordered.rounded_nodes import FORMATS
 from tests.parity import bits, filled, numbers, world_of_one
+from tests.reduce.rounded_nodes import FORMATS
 from tests.shard.trained import WIDTH, Wide, WideImages
 from tests.world import world
 

@@ -20,10 +20,10 @@ from torch.optim import SGD, Adafactor, AdamW
 
 import instep
 from instep.errors import Desync, PeerLost, ReplicasDiffer
+from instep.launch.launch import launch
+from instep.launch.rank_exit import RankFailed
 from instep.mesh.join import init
-from instep.mesh.launch import launch
 from instep.mesh.mesh import Mesh
-from instep.mesh.rank_exit import RankFailed
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard import one_copy as private_pages

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from instep.errors import Desync, PeerLost
 from instep.events import PARAMETER_UPDATE
+from instep.launch.launch import RankFailed, launch
 from instep.mesh.join import init
-from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import world_of_one

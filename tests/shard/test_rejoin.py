@@ -14,10 +14,10 @@ import torch
 from torch.optim import SGD, Adagrad
 
 from instep.errors import PeerLost
+from instep.launch.launch import RankFailed, launch
 from instep.mesh.join import init
-from instep.mesh.launch import RankFailed, launch
 from instep.mesh.mesh import Mesh
-from instep.ordered.homes import offered
+from instep.state.homes import offered
 from tests.parity import world_of_one
 from tests.rejoin import (
     Kept,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.tree import rank_major
+from instep.reduce.tree import rank_major
 from instep.replicate.gradient_hashes import GradientHashes, observe_reduction
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel

@@ -13,12 +13,12 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, 
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.ordered import homes
-from instep.ordered.norm import clip_grad_norm_
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.wrapper import DataParallel
 from instep.run.memory_usage import memory_usage
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from instep.state import homes
 from tests.parity import filled, numbers
 from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated
 from tests.shard.trained import WIDTH, Wide, assert_same, copied

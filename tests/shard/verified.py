@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
-from instep.ordered.placeholder import slices_of
+from instep.reduce.placeholder import slices_of
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.verify.gradient_report import Report

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import instep
 from instep.errors import PeerLost
-from instep.mesh.launch import launch
+from instep.launch.launch import launch
 from instep.shm import connect, group_segment, handshake, segment
 from instep.shm.group_segment import segment_bytes
 from tests.shm import calls

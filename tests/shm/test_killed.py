@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import instep
 from instep.errors import PeerLost
-from instep.mesh.launch import launch
-from instep.mesh.rank_exit import RankFailed
+from instep.launch.launch import launch
+from instep.launch.rank_exit import RankFailed
 from instep.native.library import core
 from instep.shm.heap import Heap
 from tests.shm.calls import PATIENCE_S

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.mesh.launch import launch
-from instep.mesh.rank_exit import RankFailed
+from instep.launch.launch import launch
+from instep.launch.rank_exit import RankFailed
 from tests.shm.numbers import same_bits
 from tests.world import world
 

@@ -1,0 +1,1 @@
+"""Sums of gradients in a fixed order: tree, buckets, exchange."""

@@ -1,0 +1,217 @@
+"""The ordered all-reduce of one bucket: data movement, then adds in the order of the sum tree.
+
+     rank 0: roots a, b        rank 1: root c                W = 2 slices of every root
+    | a0 | a1 |                | c0 | c1 |
+    | b0 | b1 |
+         \\      all-to-all      /
+     rank 0 owns slice 0:  a0 b0 c0        rank 1 owns slice 1:  a1 b1 c1
+       ((a0 + b0) + c0) * scale              ((a1 + b1) + c1) * scale       the tree's order, elementwise
+         \\      all-gather      /
+    | g0 | g1 |  on both
+
+No collective that does arithmetic is used, so neither the backend's algorithm nor the number of ranks
+chooses an order. For a bucket of S bytes and r roots per rank, a rank sends (r + 1) S (W-1)/W bytes; with
+one root as many as in a ring all-reduce, in two communication steps instead of 2(W-1), after one for the
+headers. A small bucket is all-gathered whole, in one step. Over shm nothing is sent: each rank adds its slice
+in place. How slices travel is up to the transport: ``shm_transport.py``, ``gloo_transport.py``,
+``collective_transport.py``, ``hierarchical_transport.py``.
+
+G: micro-batches in the step. W: ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from torch import Tensor
+
+from instep.errors import Desync, InstepError, PeerLost
+from instep.events import Recorder
+from instep.net.hang_report import Problem
+from instep.net.host_group import HostGroup
+from instep.net.process_group import Group, SharedGroup
+from instep.reduce.buckets import Bucket, Bundle
+from instep.reduce.collective_transport import CollectiveTransport
+from instep.reduce.gloo_transport import GlooTransport
+from instep.reduce.header import NUM_FIELDS, Header, describe_step, disagreement, header_length, pack, unpack
+from instep.reduce.hierarchical_transport import HierarchicalTransport
+from instep.reduce.scratch import Scratch
+from instep.reduce.shm_transport import ShmTransport
+from instep.reduce.tree import Sum, plan_sum
+
+_weight, _buffers, _input_digest = map(attrgetter, ("weight", "buffers", "input_digest"))
+
+
+class OrderedAllReduce:
+    """Reduces buckets over ``group``, one after the other, from one thread at a time.
+
+    ``transport`` defaults to the fastest one for the group's backend and hosts.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        recorder: Recorder,
+        *,
+        ordered: bool,
+        max_parameters: int,
+        transport: CollectiveTransport | None = None,
+    ) -> None:
+        self.group = group
+        self.recorder = recorder
+        self.ordered = ordered
+        self.header_length = header_length(max_parameters)
+        self.transport = transport or _fastest_transport(group)
+        self.offsets_ns = (0,) * group.size  # of the ranks' clocks to the first rank's
+        self.compare: Callable[[Sequence[Header]], None] | None = None  # called before each reduction
+        self.buffers: list[int] = []  # by rank, from the headers of the last bucket
+        self.input_digests: list[int] = []  # likewise
+
+    @property
+    def scratch(self) -> list[Tensor]:
+        """The receive buffers."""
+        return self.transport.scratch.buffers
+
+    def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
+        """Reduce the ``counter.roots`` of ``bucket`` to the mean gradient in ``bucket.home``.
+
+        ``leaves[r]`` are the leaves of rank r. The sum over all G leaves is multiplied once by
+        1 / (sum of the ranks' weights).
+
+        Raises:
+            Desync: the ranks are not in the same exchange; raised on every rank.
+            PeerLost: a rank did not arrive.
+            ReplicasDiffer: from ``compare``, before a gradient is added; raised on every rank.
+            ValueError: the weights of all ranks sum to zero.
+        """
+        name = f"the exchange of bucket {header.bucket}"
+        plan = plan_sum(leaves, header.num_leaves) if self.ordered else None
+        started_ns = time.monotonic_ns()
+        try:
+            headers = self._agree(bucket, header, name, None if plan is None else (bucket, plan))
+            agreed_ns, scale = time.monotonic_ns(), mean_scale(headers)
+            if plan is None:
+                self._unordered(bucket, scale, name)
+            else:
+                self.transport.reduce(bucket, plan, scale, name)
+        except PeerLost as lost:
+            raise _with_step(header, lost) from None
+        except (InstepError, ValueError):
+            raise  # on every rank
+        except BaseException:  # on this rank alone, an interrupt for example, perhaps between two messages
+            self.group.break_off(name)
+            raise
+        exchanged = "exchange", agreed_ns, time.monotonic_ns(), bucket.nodes.wire_bytes, -1
+        self._record(headers, started_ns, agreed_ns, exchanged)
+
+    def exchange_headers(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
+        """The headers of all ranks; sets ``bucket.presence``.
+
+        Raises:
+            Desync, PeerLost, ReplicasDiffer: as ``run``.
+        """
+        started_ns = time.monotonic_ns()
+        try:
+            headers = self._agree(bucket, header, name)
+        except PeerLost as lost:
+            raise _with_step(header, lost) from None
+        self._record(headers, started_ns, time.monotonic_ns())
+        return headers
+
+    def rendezvous(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
+        """The ``words`` of every rank, at most ``NUM_WORDS``, once all ranks have reached ``header.act``.
+
+        Raises:
+            Desync, PeerLost: as ``run``.
+        """
+        try:
+            rows = self.transport.exchange_headers(pack(header, 0, 0, self.header_length, words), name)
+            headers = unpack(rows, 0)[0]
+            if (problem := disagreement(headers, self.group.ranks)) is not None:
+                raise self._desync(headers, problem, name)
+        except PeerLost as lost:
+            raise _with_step(header, lost) from None
+        found: list[list[int]] = rows[:, NUM_FIELDS : NUM_FIELDS + len(words)].tolist()
+        return found
+
+    def announce_leave(self, header: Header, name: str) -> None:
+        """Answer the other ranks' next exchange: this rank sends nothing more in this step."""
+        self.transport.exchange_headers(pack(header._replace(left=1), 0, 0, self.header_length), name)
+
+    def _record(
+        self,
+        headers: Sequence[Header],
+        started_ns: int,
+        agreed_ns: int,
+        *exchanged: tuple[str, int, int, int, int],
+    ) -> None:
+        """Record the events since ``started_ns``: queued, the wait for the last rank, ``exchanged``."""
+        offsets_ns, rank = self.offsets_ns, self.group.rank
+        mine, last, latest_ns = headers[rank], rank, 0
+        for r, header in enumerate(headers):
+            launched_ns = header.launched_ns - offsets_ns[r]
+            if launched_ns > latest_ns:
+                last, latest_ns = r, launched_ns
+        until_ns = min(max(started_ns, latest_ns + offsets_ns[rank]), agreed_ns)
+        events = [("queued", min(mine.ready_ns, started_ns), started_ns, 0, -1)]
+        if last != rank and until_ns > started_ns:
+            events.append(("wait", started_ns, until_ns, 0, self.group.ranks[last]))
+        if agreed_ns > until_ns:
+            events.append(("agree", until_ns, agreed_ns, 0, -1))
+        self.recorder.put_all([*events, *exchanged], lane="communication", bucket=mine.bucket)
+
+    def _agree(
+        self, bucket: Bundle, header: Header, name: str, payload: tuple[Bucket, Sum] | None = None
+    ) -> list[Header]:
+        num_flags = 2 * len(bucket.slots)
+        row = pack(header, bucket.flags(), num_flags, self.header_length)
+        headers, flags = unpack(self.transport.exchange_headers(row, name, payload), num_flags)
+        if (problem := disagreement(headers, self.group.ranks)) is not None:
+            raise self._desync(headers, problem, name)
+        bucket.set_flags(flags)
+        self.buffers = [*map(_buffers, headers)]
+        self.input_digests = [*map(_input_digest, headers)]
+        if self.compare is not None and header.bucket == header.round == 0:
+            self.compare(headers)
+        return headers
+
+    def _desync(self, headers: Sequence[Header], problem: Problem, name: str) -> Exception:
+        if any(h.left for h in headers):  # a rank that left no longer answers with its place in the program
+            return Desync(str(problem))
+        return self.group.out_of_step(problem, name)
+
+    def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
+        """The plain all-reduce, in the backend's order, for comparison."""
+        if not bucket.counter.roots:
+            bucket.home.zero_()
+        self.group.all_reduce(bucket.home, name)
+        if scale != 1.0:
+            bucket.home.mul_(scale)
+
+
+def _fastest_transport(group: Group) -> CollectiveTransport:
+    if isinstance(group, SharedGroup):
+        return ShmTransport(group, Scratch())
+    if isinstance(group, HostGroup) and group.near is not None:
+        return HierarchicalTransport(group, Scratch())
+    return (GlooTransport if group.prefers_messages else CollectiveTransport)(group, Scratch())
+
+
+def _with_step(header: Header, lost: PeerLost) -> PeerLost:
+    """A copy of ``lost`` that names the step; the group raises the original again."""
+    message = f"{describe_step(header)}: {lost}"
+    return PeerLost(message, ranks=lost.ranks, operation=lost.operation)
+
+
+def mean_scale(headers: Sequence[Header]) -> float:
+    """1 / (sum of the ranks' weights).
+
+    Raises:
+        ValueError: the weights sum to zero.
+    """
+    weight = sum(map(_weight, headers))
+    if weight == 0:
+        raise ValueError("the weights of all micro-batches of the step sum to 0: there is nothing to average")
+    return 1.0 / weight

@@ -1,0 +1,1 @@
+"""Random numbers that depend on seed, step, micro-batch and block, and on no rank."""

@@ -1,0 +1,1 @@
+"""The training state as shards: hash, comparison, storage."""
