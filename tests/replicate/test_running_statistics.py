@@ -136,7 +136,7 @@ def test_norms_that_track_on_one_rank_only_are_told_apart(mesh: Mesh) -> None:
     model = wrapped(nn.BatchNorm1d(WIDTH), mesh)
     if mesh.rank == 1:
         model.module.norm.running_mean = model.module.norm.running_var = None
-    with pytest.raises(Desync, match=r"statistics to tell of, of buffers: 1; rank 0: 3\. The norms of"):
+    with pytest.raises(Desync, match=r"running statistics of 1 buffers; rank 0: 3\. Track them"):
         step(model)
     model.close()
 
