@@ -211,13 +211,13 @@ static int await_round(struct group *g, int64_t number, int64_t sleep_ns) {
 }
 
 /* Come to round number; THERE if all others have. */
-API int instep_come(const struct group *g, int64_t number) {
+API int instep_post_round(const struct group *g, int64_t number) {
     post_round(g, number);
     return complete(g, number) ? THERE : MISSING;
 }
 
 /* Come to round number and wait for all others, asleep for one slice at most: THERE, or MISSING. */
-API int instep_meet(struct group *g, int64_t number, int64_t sleep_ns) {
+API int instep_await_round(struct group *g, int64_t number, int64_t sleep_ns) {
     post_round(g, number);
     return await_round(g, number, sleep_ns);
 }

@@ -74,7 +74,7 @@ class Rounds:
         """Post the next round and wait until all ranks have; ``label`` names the operation in errors."""
         shared = self.shared
         self.number += 1
-        if shared.core.come(shared.view, self.number) and shared.core.meet(
+        if shared.core.post_round(shared.view, self.number) and shared.core.await_round(
             shared.view, self.number, self.slice_ns(timeout_s)
         ):
             self.await_all(label, self.number, timeout_s)
@@ -182,7 +182,7 @@ class Arrival:
     def _sleep(self, ranks: Sequence[int], seconds: float) -> None:
         words, word, target = self._awaited[ranks[0]]
         if words is self._shared.words and word == self._shared.posted[ranks[0]]:
-            self._shared.core.meet(self._shared.view, target, int(seconds * _NS))
+            self._shared.core.await_round(self._shared.view, target, int(seconds * _NS))
         else:
             words.sleep(word, target, min(seconds, ANY_SLICE_S) if len(ranks) > 1 else seconds)
 

@@ -17,8 +17,8 @@ static uint8_t *memory;
 static uint32_t draw(uint32_t *state) { return *state = *state * 1664525u + 1013904223u, *state >> 8; }
 
 static void wait_for(struct group *g, int64_t number) {
-    if (instep_meet(g, number, SLICE_NS) == THERE) return;
-    while (instep_meet(g, number, SLICE_NS) != THERE) {}
+    if (instep_await_round(g, number, SLICE_NS) == THERE) return;
+    while (instep_await_round(g, number, SLICE_NS) != THERE) {}
 }
 
 static float number_of(int64_t operation, int64_t rank, int64_t i) {

@@ -44,7 +44,7 @@ def dies_after_a_round() -> None:
     assert native is not None
 
     def deadly(view: Any, _: int) -> None:
-        native.come(view.group.contents, view.rounds + 1)
+        native.post_round(view.group.contents, view.rounds + 1)
         die()
 
     native.all_reduce = deadly
