@@ -1,16 +1,15 @@
-"""Process groups: made from a store, used by one thread, and let go without waiting for lost ranks.
+"""Process groups: created from a store, used by one thread, dropped without waiting for lost ranks.
 
-Backends pair operations by the order of their issue alone, so a collective that a user starts between two of
-ours on the same group would exchange numbers with it, and so would two wrappers in one backward. Every user
-inside instep therefore has a group of its own (``Group``). These are made straight from the store: torch's
-registry names a group after the number of groups that a process has, which may differ between ranks, and
-gives a destroyed group's name, with its old addresses in the store, to the next one.
+Backends pair operations only by their order. A user's collective between two of ours on the same group would
+be paired with one of them, and so would those of two wrappers in one backward. So every part of instep that
+communicates has its own ``Group``, created directly from the store: torch's registry numbers groups by how
+many a process has, which may differ between ranks, and reuses the name and the store keys of a destroyed one.
 
-The operations of a ``Group`` move data between its ranks, and every one ends or raises. They do no arithmetic
-(but ``all_reduce``, the unordered baseline): to sum, a rank receives the addends and adds them in an order of
-its own. World size one has no process group, and every operation is a copy.
+Operations of a ``Group`` move data between its ranks, and each of them ends or raises. They do no arithmetic,
+except ``all_reduce``, the unordered baseline: a sum is received as addends and added locally in a fixed
+order. A group of one rank has no process group, and every operation is a copy.
 
-Bytes are what one rank sends, W ranks, x of S bytes: broadcast S, all_gather S(W-1), all_to_all S(W-1)/W.
+Bytes that a rank sends, W ranks, x of S bytes: broadcast S, all_gather S(W-1), all_to_all S(W-1)/W.
 """
 
 from __future__ import annotations
@@ -40,17 +39,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 MakeGroup = Callable[[str, Sequence[int]], "ProcessGroup"]
-EXIT_S = 1.0  # for threads that have been woken, before the interpreter goes
-# Of a message of which nothing is known yet: what is short comes with its length.
-LENGTH_BYTES, SHORT_BYTES = 8, 248
-# Groups that owe an operation, or have, and those of them that were let go, with what they owe until it has
-# ended: gloo's destructor waits for it.
-_owing: weakref.WeakSet[Group] = weakref.WeakSet()
+EXIT_S = 1.0  # at interpreter exit, for threads to leave gloo
+LENGTH_BYTES, SHORT_BYTES = 8, 248  # of the first message of ``all_gather_bytes``: short data fits in it
+# Groups that have had pending operations; and dropped groups with theirs, kept until these end, because
+# gloo's destructor would wait for them.
+_with_pending: weakref.WeakSet[Group] = weakref.WeakSet()
 _lost: list[tuple[ProcessGroup, Sequence[device.Waitable]]] = []
 
 
 def default_store() -> Store:
-    """The store that torch's default group met in."""
+    """The store of torch's default group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -62,11 +60,11 @@ def from_store(
     *,
     config: str | None = None,
 ) -> MakeGroup:
-    """Make groups that only their maker knows, over ``store``; they end when they are dropped.
+    """A function that creates groups over ``store`` which torch's registry does not know.
 
     They have the backends of ``config`` (as of ``device.complete``), else those of ``like``, by default
-    torch's default group, and one for CPU tensors. Collective over their ranks, each of which makes as many
-    groups of a name as the others.
+    torch's default group, and one for CPU tensors. Collective over the ranks of the group; each rank creates
+    the same number of groups of a name.
     """
     if config is None:
         config = str(dist.get_backend_config(like)) if dist.is_initialized() else "cpu:gloo"
@@ -86,10 +84,10 @@ def from_store(
 def registered_groups(
     partitions: dict[str, Iterable[Sequence[int]]], rank: int, timeout_s: float
 ) -> MakeGroup:
-    """Make groups that torch.distributed knows; ``partitions[name]`` are all the groups of an axis.
+    """A function that creates groups in torch's registry; ``partitions[name]`` are all groups of an axis.
 
-    Collective over the whole world, because torch's registry counts the groups of others too. One that spans
-    the world is torch's default group.
+    Collective over the world, because torch's registry also counts groups of other ranks. A group over the
+    whole world is torch's default group.
     """
 
     def make(name: str, ranks: Sequence[int]) -> ProcessGroup:
@@ -113,7 +111,7 @@ def registered_groups(
 
 
 def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
-    """Let a group of ``from_store`` go; ``pending``, which the group still owes, ends with an error."""
+    """Drop a group of ``from_store``; its ``pending`` operations end with an error."""
     if pending:
         device.close_connections(pg)
     _lost.append((pg, pending))
@@ -121,14 +119,14 @@ def drop(pg: ProcessGroup, pending: Sequence[device.Waitable] = ()) -> None:
 
 
 @atexit.register
-def _end_what_is_owed() -> None:
-    """Let no thread wait inside gloo when the interpreter goes.
+def _end_pending_operations() -> None:
+    """At interpreter exit no thread may wait inside gloo.
 
-    A thread that comes back from native code then is ended by force, which C++ answers with SIGABRT; and the
+    Python ends a thread that returns from native code then by force, which C++ turns into SIGABRT; and gloo's
     destructors would wait until the backend's deadline.
     """
-    for group in list(_owing):
-        if group._owed:
+    for group in list(_with_pending):
+        if group._pending:
             group.close()
     until = time.monotonic() + EXIT_S
     while _lost and time.monotonic() < until:
@@ -138,30 +136,28 @@ def _end_what_is_owed() -> None:
 
 
 def _sweep() -> None:
-    """Forget the lost groups that owe nothing any more."""
-    for lost in list(_lost):  # to which other threads may add meanwhile, and of which they may take away
+    """Forget dropped groups without pending operations."""
+    for lost in list(_lost):  # other threads add and remove meanwhile
         if all(work.is_completed() for work in lost[1]):
             with suppress(ValueError):
                 _lost.remove(lost)
 
 
 def destroy(pg: ProcessGroup) -> None:
-    """Destroy a group of ``registered_groups``; one that torch does not know ends when it is dropped."""
+    """Destroy a group of ``registered_groups``; others end when they are dropped."""
     if dist.is_initialized() and pg in dist.distributed_c10d._world.pg_map and pg != dist.group.WORLD:
         dist.destroy_process_group(pg)
 
 
 class Group:
-    """One process group as a single thread uses it.
+    """One process group, for one thread at a time: backends pair operations by their order.
 
-    ``ranks[i]`` is the global rank of group rank i. Operations are named in errors by ``operation``.
-    A group must be used by one thread at a time: backends match operations by the order of their issue.
-
-    ``table`` has the processes of all ranks of the world, in which no other group has this ``name``; without
-    it the ranks exchange theirs.
+    ``ranks[i]`` is the global rank of group rank i. Errors name an operation by its ``operation``. ``table``
+    has the processes of all ranks of the world, in which this ``name`` is unique; without a table the ranks
+    of the group exchange their records.
     """
 
-    num_hosts = 1  # among which ranks are told apart: by a ``HostGroup``
+    num_hosts = 1  # more in a ``HostGroup``
 
     def __init__(
         self,
@@ -178,8 +174,8 @@ class Group:
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
         self._lanes: dict[str, Lane] = {}
-        self._owed: list[device.Waitable] = []  # what is under way beside this thread, or was left so
-        self._interrupted = ""  # the operation in which this rank was torn from its peers, by a signal say
+        self._pending: list[device.Waitable] = []  # pending in another thread, or abandoned
+        self._interrupted = ""  # the operation that a signal, for example, interrupted
         self.peers = self._make_peers(rank, table, name)
         self.peers.timeout_s = timeout_s
         self.peers.flight.belongs_here()
@@ -189,7 +185,7 @@ class Group:
 
     @property
     def _way(self) -> str:
-        """Over what they exchange, in words."""
+        """The transport, for messages."""
         return f" over {self.backend}" if self.size > 1 else ""
 
     @property
@@ -224,7 +220,7 @@ class Group:
             self._finish(self.pg.broadcast([x], options), operation, on_gpu=x.is_cuda)
 
     def all_reduce(self, x: Tensor, operation: str) -> None:
-        """``x`` becomes the sum over ranks, in the order in which the backend adds."""
+        """``x`` becomes the sum over ranks, in the backend's order."""
         if self.pg is not None:
             options = self._begin(dist.AllreduceOptions(), operation, x)
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
@@ -239,14 +235,14 @@ class Group:
         return None
 
     def barrier(self, operation: str) -> None:
-        """Return when all ranks have come."""
+        """Return when all ranks have called it."""
         if self.pg is not None:
             nothing = torch.empty(0, device="cpu")
             options = self._begin(dist.BarrierOptions(), operation, nothing)
             self._finish(self.pg.barrier(options), operation)
 
     def give_up(self) -> None:
-        """End the wait that is under way, from another thread: it raises, and so does what follows."""
+        """From another thread: make the current wait raise, and every later one."""
         self.peers.given_up = True
 
     def break_off(self, operation: str) -> None:
@@ -261,18 +257,18 @@ class Group:
             self.peers.status_store.report_lost([self.global_rank], dead=False)
 
     def close(self) -> None:
-        """End the group: what is under way gives up, within a slice; what follows is of a world of one."""
+        """End the group. A pending wait raises within a slice; later operations are those of one rank."""
         self.give_up()
         for lane in self._lanes.values():
             lane.close(wait=False)
         if self.pg is not None:
-            drop(self.pg, self._owed)
-        self.pg, self._owed = None, []
-        self.peers.status_store = StatusStore()  # that of a segment holds it
+            drop(self.pg, self._pending)
+        self.pg, self._pending = None, []
+        self.peers.status_store = StatusStore()  # without the store
 
     @property
     def backend(self) -> str:
-        """What carries its messages: "shm", "nccl" or "gloo"; for one rank, "gloo"."""
+        """ "shm", "nccl" or "gloo"; "gloo" for one rank."""
         if self.pg is None or torch.device("cuda") not in self.pg._device_types:
             return "gloo"
         name: str = self.pg._get_backend(torch.device("cuda")).name()
@@ -287,28 +283,28 @@ class Group:
         return self.pg is not None
 
     def run(self, function: Callable[[], object], operation: str) -> None:
-        """Call ``function``, which sends and receives over ``pg``, and wait as for any other operation.
+        """Call ``function``, which sends and receives over ``pg``, as one operation.
 
-        It gets a thread: gloo's messages cannot be waited for in slices, because one that times out takes
-        its connection along.
+        It runs in a thread, because a wait for a gloo message cannot be sliced: a timeout closes the
+        connection.
         """
         self.wait(self.start(function, operation), operation)
 
     def start(self, function: Callable[[], object], operation: str, line: str = "") -> Handle:
-        """As ``run``, up to the wait. Functions of one ``line`` follow each other, others do not wait."""
+        """Start ``run``. Functions of one ``line`` run one after another; lines are independent."""
         self._require_whole(operation)
         if line not in self._lanes:
             self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
         work = Handle(self._lanes[line].submit(operation, function))
-        self._owe(work)
+        self._add_pending(work)
         return work
 
     def wait(self, work: Handle, operation: str) -> None:
-        """Return when ``work``, which ``start`` has given, has ended."""
+        """Wait for ``work`` of ``start``."""
         self._require_whole(operation)
         self.peers.flight.begin(operation)
         self._finish(work, operation)
-        self._settle(work)
+        self._remove_pending(work)
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
         """Memory for ``map_all`` where ranks share memory, else this process's own."""
@@ -319,11 +315,11 @@ class Group:
     ) -> list[bytes]:
         """Every rank's ``data``, in group order; lengths may differ, up to ``limit`` bytes.
 
-        ``lengths`` are those of all ranks, where they are known; else they come first, with the first bytes
-        of the data: what is short has come with that one message.
+        Without ``lengths`` of all ranks, a first message has the length and the first bytes; short data needs
+        no second one.
 
         Raises:
-            ValueError: a rank has more; raised on every rank alike, before anything is sent.
+            ValueError: a rank has more; raised on every rank, before the data is sent.
         """
         heads: list[bytes] = []
         if lengths is None:
@@ -345,7 +341,7 @@ class Group:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather_rows(self, data: bytes, width: int, operation: str) -> list[bytes]:
-        """Every rank's ``data``, filled up to ``width`` bytes."""
+        """Every rank's ``data``, padded to ``width`` bytes."""
         if self.pg is None:
             return [data.ljust(width)]
         out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
@@ -353,9 +349,9 @@ class Group:
         return [row.tobytes() for row in out.view(self.size, width).numpy()]
 
     def out_of_step(self, problem: Problem, operation: str) -> Desync:
-        """What to raise of ``problem``, which all ranks have found: the first shows all where each stands.
+        """The error for ``problem``, which all ranks have found; the first rank's has the table of all ranks.
 
-        Collective; without the table if that fails too.
+        Collective; if that fails too, the error has no table.
         """
         row = replace(self.peers.flight.row(), stack=())
         with suppress(PeerLost, ValueError):
@@ -393,27 +389,27 @@ class Group:
             self.peers.wait(work, operation, on_gpu=on_gpu)
         except BaseException as error:
             self.peers.flight.end(failed=True)
-            if work not in self._owed:
-                self._owe(work)
+            if work not in self._pending:
+                self._add_pending(work)
             if not isinstance(error, PeerLost):
                 self.break_off(operation)
             raise
         self.peers.flight.end()
 
-    def _owe(self, work: device.Waitable) -> None:
-        self._owed.append(work)
-        _owing.add(self)
+    def _add_pending(self, work: device.Waitable) -> None:
+        self._pending.append(work)
+        _with_pending.add(self)
 
-    def _settle(self, work: device.Waitable) -> None:
+    def _remove_pending(self, work: device.Waitable) -> None:
         with suppress(ValueError):  # another thread has closed the group
-            self._owed.remove(work)
+            self._pending.remove(work)
 
     def _require_whole(self, operation: str) -> None:
-        """Raise ``PeerLost`` after an interrupt: what others have sent for that would be paired with this."""
+        """Raise ``PeerLost`` after an interrupt: messages of that operation would be paired with this one."""
         if self._interrupted:
             raise PeerLost(
-                f"rank {self.global_rank} was interrupted in {self._interrupted}, before it was over, and "
-                f"cannot come to {operation}: make the group anew on every rank",
+                f"rank {self.global_rank} was interrupted during {self._interrupted} and cannot take part in "
+                f"{operation}: create the group anew on every rank",
                 operation=operation,
             )
 
@@ -430,6 +426,8 @@ class SharedGroup(Group):
     pg: Any
 
     def map_all(self, tensors: Sequence[Tensor], operation: str) -> list[list[Tensor]] | None:
+        if self.pg is None:
+            return None
         self.pg.label = operation
         mapped: list[list[Tensor]] | None = self.pg.map_all(tensors)
         return mapped
@@ -458,8 +456,9 @@ class SharedGroup(Group):
         return mapped
 
     def barrier(self, operation: str) -> None:
-        self.pg.label = operation
-        self.pg.monitored_barrier()
+        if self.pg is not None:
+            self.pg.label = operation
+            self.pg.monitored_barrier()
 
     def break_off(self, operation: str) -> None:
         pass
@@ -489,5 +488,5 @@ class SharedGroup(Group):
 
 
 def alone(rank: int = 0, timeout_s: float = 300.0) -> Group:
-    """The group of ``rank`` and no other, which needs no backend."""
+    """A group of one rank, which needs no backend."""
     return Group(None, (rank,), rank, timeout_s)

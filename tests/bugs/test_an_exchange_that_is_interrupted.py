@@ -118,9 +118,9 @@ def test_the_end_of_a_process_does_not_wait_for_such_a_message(monkeypatch: pyte
     group, never = object(), Handle(Work("a message"))
     count = sys.getrefcount(group)
     monkeypatch.setattr(process_group, "_lost", [(group, [never])])
-    monkeypatch.setattr(process_group, "_owing", ())
+    monkeypatch.setattr(process_group, "_with_pending", ())
     monkeypatch.setattr(process_group, "EXIT_S", 0.0)
-    process_group._end_what_is_owed()
+    process_group._end_pending_operations()
     process_group._lost.clear()
     assert sys.getrefcount(group) == count + 1
 
