@@ -33,7 +33,7 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
         interrupt(model.group.peers, "wait", kind, at_wait)
         with pytest.raises(kind):
             train(model)
-        with pytest.raises(PeerLost, match="rank 0 was interrupted in the exchange of bucket 0"):
+        with pytest.raises(PeerLost, match="rank 0 was interrupted during the exchange of bucket 0"):
             train(model)
     else:
         with pytest.raises(PeerLost, match=r"a rank left the exchange of bucket 0: .* then the backend said"):
@@ -83,7 +83,7 @@ def loses_its_group(mesh: Mesh, between_hosts: bool, at_wait: int, have_ended: t
             train(model)
     with pytest.raises(PeerLost, match="rank 0") as lost:
         train(model, steps=2)
-    assert ("rank 0 was interrupted in the exchange of bucket 0" in str(lost.value)) == (mesh.rank == 0)
+    assert ("rank 0 was interrupted during the exchange of bucket 0" in str(lost.value)) == (mesh.rank == 0)
     have_ended.wait(30)
     model.close()
 
