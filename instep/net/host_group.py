@@ -1,15 +1,14 @@
-"""A group that spans hosts with several ranks on each: who is where, and the ranks of one host together.
+"""A group that spans several hosts with several ranks on each; the ranks of a host share memory.
 
-Between two ranks of a host a byte costs a copy in memory, between two hosts its share of a link. A group that
-sends from every rank to every other does not know the difference, and where a host has L ranks its link
-carries what they send L times over. Here the ranks find out whom they share a host with, and meet them in
-shared memory, so that what can be done there is done before a byte leaves the host:
+Between two ranks of a host a byte costs a copy in memory, between two hosts its share of a link. If every
+rank sends to every other and a host has L ranks, its link carries the same data L times. So the ranks of a
+host form a group in shared memory and do there whatever can be done before a byte leaves the host:
 
-    host 0:  rank 0 | rank 1       ranks 0, 1 share memory, ``near`` on both       place 0 on both hosts: 0, 2
-    host 1:  rank 2 | rank 3       ranks 2, 3 share memory, ``near`` on both       place 1 on both hosts: 1, 3
+    host 0:  rank 0 | rank 1       ranks 0, 1 share memory: ``near`` of both       place 0 on both hosts: 0, 2
+    host 1:  rank 2 | rank 3       ranks 2, 3 share memory: ``near`` of both       place 1 on both hosts: 1, 3
 
-It needs the same number of ranks on every host, more than one, ranks of a host with numbers in a row, and
-memory that they can share. Else ``near`` is None, on every rank, and the group is like any other.
+This needs the same number of ranks on every host, more than one, consecutive ranks on a host, and memory that
+they can share. Otherwise ``near`` is None on every rank, and the group works like ``Group``.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from instep.net.store import PATIENCE_S, backend_timeout, rendezvous
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-MEETING = "the meeting of the ranks of a host"
+NEAR = "the creation of the groups in shared memory"
 
 
 def num_on_each_host(table: Sequence[Peer]) -> int | None:
-    """How many ranks each host has; None where they have not all as many, or not numbers in a row."""
+    """Ranks per host; None if hosts differ, or the ranks of a host are not consecutive."""
     hosts = [(host, len(list(peers))) for host, peers in groupby(table, key=lambda p: (p.host, p.pid_space))]
     counts = {count for _, count in hosts}
     if len({host for host, _ in hosts}) < len(hosts) or len(counts) != 1:
@@ -45,12 +44,12 @@ def num_on_each_host(table: Sequence[Peer]) -> int | None:
 
 
 class HostGroup(Group):
-    """As ``Group``, with the ranks of each host in shared memory where they can be.
+    """A ``Group`` in which the ranks of each host share memory where possible.
 
-    At construction: the ranks of a host meet in the store of ``pg``, if there are several hosts with as many
-    ranks each, and all ranks tell whether they could. Collective. Then ``near`` is the group of this host's
-    ranks, ``num_local`` of them, on host number ``host``, and ``allocate`` gives memory for ``map_all``.
-    ``close`` ends ``near`` too.
+    The constructor is collective: with several hosts of equal size, the ranks of each host create ``near``
+    over the store of ``pg``, and all ranks exchange whether that worked. ``num_local`` ranks are on each
+    host, this one on host number ``host``; ``allocate`` returns memory for ``map_all``. ``close`` ends
+    ``near`` too.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class HostGroup(Group):
     ) -> None:
         super().__init__(pg, ranks, rank, timeout_s, table, name)
         self.near: SharedGroup | None = None
-        self.unreached: Sequence[int] = ()  # global ranks to which a message did not get, in this operation
-        self._boards: list[Tensor] = []  # of each rank of this host: who is lost, 1 by rank, and if by death
+        self.unreached: Sequence[int] = ()  # global ranks that a message of this operation did not reach
+        self._boards: list[Tensor] = []  # one per local rank: 1 for each lost rank, and whether it died
         num_local = num_on_each_host(self.peers.table) or self.size
         several = 1 < num_local < self.size
         if pg is not None and self.backend == "gloo" and several:
-            self.near = self._meet_near(pg.get_group_store(), num_local)
+            self.near = self._make_near(pg.get_group_store(), num_local)
         self.num_local = self.size if self.near is None else num_local
         self.num_hosts = self.size // self.num_local
         self.host, self.place = divmod(self.rank, self.num_local)
@@ -83,16 +82,16 @@ class HostGroup(Group):
         return f" on {self.num_hosts} hosts, over {self.near.backend} on each and {self.backend} between them"
 
     def at(self, host: int) -> int:
-        """The group rank that has this one's place on ``host``."""
+        """The group rank at this rank's place on ``host``."""
         return host * self.num_local + self.place
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """The block, on ``near`` and by ``run``, is one operation of all ranks.
+        """The block, on ``near`` and in ``run``, is one operation of all ranks.
 
-        Errors name the rank that is lost, wherever it is. A rank that dies, or leaves, is missed on its own
-        host first, and at its place on the others; they tell those of their host in memory, and all in the
-        store, which may be lost itself.
+        Errors name the lost rank, wherever it is. The ranks of its host and the ranks at its place on other
+        hosts notice first; they report it to their host in shared memory, and to all in the store, which may
+        be lost itself.
         """
         assert self.near is not None and self.near.pg is not None
         self._require_whole(name)
@@ -102,8 +101,8 @@ class HostGroup(Group):
             with self.peers.flight.as_one(name):
                 yield
         except PeerLost as error:
-            explained = self._explained(error, near_peers.dead(), name)
-            self._let_go(near)
+            explained = self._with_cause(error, near_peers.dead(), name)
+            self._end_waits(near)
             raise explained from None
         except BaseException:
             self.break_off(name)
@@ -114,15 +113,15 @@ class HostGroup(Group):
         if self.near is not None and self.near.pg is not None:
             self.near.pg.abort()
 
-    def _let_go(self, near: ProcessGroup) -> None:
-        """End the waits for this rank, here and elsewhere, of those who do not wait for the lost one."""
+    def _end_waits(self, near: ProcessGroup) -> None:
+        """End the waits for this rank on ranks that do not wait for the lost one."""
         near.abort()
         if self.pg is not None:
             device.close_connections(self.pg)
 
-    def _explained(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
-        """``error``, or one that names the ranks that it follows from; the others are told of these."""
-        lost = self._told_near() or (dead or [*error.ranks] or [*self.unreached], bool(dead))
+    def _with_cause(self, error: PeerLost, dead: list[int], name: str) -> PeerLost:
+        """``error``, or one that names the ranks that caused it; reports these to the other ranks."""
+        lost = self._reported_near() or (dead or [*error.ranks] or [*self.unreached], bool(dead))
         ranks, are_dead = self.peers.status_store.report_lost(lost[0], dead=lost[1])
         own = self._boards[self.place]
         own[-1] = are_dead
@@ -136,8 +135,8 @@ class HostGroup(Group):
             f"{names} {what}. What rank {self.global_rank} saw of it: {error}", ranks=ranks, operation=name
         )
 
-    def _told_near(self) -> tuple[list[int], bool] | None:
-        """The ranks that another rank of this host found lost, before this one did, and whether they died."""
+    def _reported_near(self) -> tuple[list[int], bool] | None:
+        """Lost ranks that another rank of this host has reported, and whether they died."""
         for board in self._boards:
             *lost, are_dead = board.tolist()
             if any(lost):
@@ -147,7 +146,7 @@ class HostGroup(Group):
         return None
 
     def allocate(self, nbytes: int, align: int, on_device: torch.device) -> Segment:
-        """Memory that the ranks of this host can map (``map_all``), where they share any."""
+        """Memory that the ranks of this host can map, if they share memory."""
         if self.near is None:
             return super().allocate(nbytes, align, on_device)
         return self.near.allocate(nbytes, align, on_device)
@@ -163,8 +162,8 @@ class HostGroup(Group):
             self.near, self._boards = None, []
         super().close()
 
-    def _meet_near(self, store: Store, num_local: int) -> SharedGroup | None:
-        """The group of this host's ranks in shared memory; None on all ranks if those of a host have none."""
+    def _make_near(self, store: Store, num_local: int) -> SharedGroup | None:
+        """The group of this host's ranks in shared memory; None on all ranks unless every host has one."""
         place = self.rank % num_local
         ranks = self.ranks[self.rank - place :][:num_local]
 
@@ -172,17 +171,17 @@ class HostGroup(Group):
             return device.share_memory(own, place, ranks, backend_timeout(self.timeout_s))
 
         pg = rendezvous(store, "near", ranks, self.global_rank, self.timeout_s, share)
-        found = self.all_gather_bytes(bytes([pg is not None]), MEETING)
+        found = self.all_gather_bytes(bytes([pg is not None]), NEAR)
         if pg is None or not all(map(any, found)):
             return None
-        # A rank that waits for one that waits for another host is not to blame it before that has said why.
+        # A local rank may itself wait for another host: it reports the cause first.
         near = SharedGroup(pg, ranks, self.global_rank, self.timeout_s + PATIENCE_S)
         near.peers.outer = self.peers
         return near
 
     def _share_boards(self, near: SharedGroup) -> list[Tensor]:
         own = near.allocate(self.size + 1, 1, torch.device("cpu")).tensor
-        shown = near.map_all([own], MEETING)
+        shown = near.map_all([own], NEAR)
         assert shown is not None
         return [board for (board,) in shown]
 

@@ -48,7 +48,7 @@ def test_a_process_that_computes_answers_with_its_stack(mesh, tmp_path):
             pass
         path.touch()
         assert (row.rank, row.status, row.operation) == (1, AFTER, OPERATION)
-        assert "mesh/test_debug_server.py" in row.site
+        assert "net/test_debug_server.py" in row.site
         assert any(" test_a_process_that_computes" in line for line in row.stack)
         assert row.state in ("running", "sleeping")
     else:

@@ -92,7 +92,7 @@ def test_the_site_is_the_line_of_the_program_also_while_the_work_is_on_a_lane():
     held.wait()
     lane.close()
     assert row.status == IN
-    assert "mesh/test_hang_report.py" in row.site
+    assert "net/test_hang_report.py" in row.site
     assert "test_the_site_is_the_line" in row.stack[-4]
     assert row.stack[-3].endswith(" row")
     assert len(row.stack) <= NUM_FRAMES

@@ -201,8 +201,8 @@ def test_a_rank_that_never_comes_is_named_by_the_deadline(mesh, meeting, operati
     assert last.startswith(f"rank 1 never came to {OPERATION}. Look there for other code")
     assert {line.split()[0] for line in lines[:2]} == {"0", "2"}
     mine = next(line for line in lines if line.split()[0] == str(mesh.rank))
-    assert f" in {OPERATION} " in mine and " mesh/test_process_group.py:" in mine
-    assert any(line.startswith("    mesh/test_process_group.py:") and " stay_away" in line for line in lines)
+    assert f" in {OPERATION} " in mine and " net/test_process_group.py:" in mine
+    assert any(line.startswith("    net/test_process_group.py:") and " stay_away" in line for line in lines)
 
 
 @world(3)
@@ -219,7 +219,7 @@ def test_ranks_that_disagree_compare_where_they_stand(mesh):
     assert head.startswith("rank  where")
     assert [line.split()[0] for line in lines] == ["2", "0", "1"]
     assert " after the second way " in lines[0] and " after the first way " in lines[1]
-    assert all("mesh/test_process_group.py:" in line for line in lines)
+    assert all("net/test_process_group.py:" in line for line in lines)
 
 
 @world(3)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,15 +85,15 @@ def test_what_is_under_way_can_be_given_up(mesh: Mesh) -> None:
 
 @world(2)
 def test_a_gather_that_cannot_begin_gives_the_room_back(mesh: Mesh) -> None:
-    def no_thread() -> None:
+    def no_thread(*_: Any, **__: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
     gathers, units = gathers_of(mesh, Broken(ValueError(), times=0))
-    begin, gathers.lane._begin = gathers.lane._begin, no_thread  # type: ignore[method-assign]
+    submit, gathers.lane.submit = gathers.lane.submit, no_thread  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="can't start new thread"):
         gathers.need(units[:2])
     assert all(unit.is_free and not unit.gathered_bytes for unit in units)
-    gathers.lane._begin = begin  # type: ignore[method-assign]
+    gathers.lane.submit = submit  # type: ignore[method-assign]
     gathers.need(units[:2])
     assert all((unit.parameters[0] == unit.number).all() for unit in units[:2])
     gathers.lane.close()
