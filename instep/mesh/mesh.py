@@ -1,8 +1,8 @@
-"""The ranks of a run as a grid with the process groups of every axis, and the mesh that a process registers.
+"""The ranks of a run as a grid, with a process group for every axis; and the registered mesh of a process.
 
-The registered mesh is the default of ``get("rank")`` and of ``process_group=None``. It is one of the two
-places of process-wide state; the other is the optimizer-step hook of ``step/optimizer_guard.py``. The main
-thread registers for every thread of the process. Another thread, such as a test's rank, registers for itself.
+The registered mesh is the default of ``get("rank")`` and of ``process_group=None``. It and the optimizer-step
+hook of ``step/optimizer_guard.py`` are the only process-wide state. The main thread registers a mesh for all
+threads of the process; any other thread, such as a rank in a test, registers one for itself.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Axis:
-    """The ranks that differ from this one along one axis (or all of them, for the whole world).
+    """The ranks that differ from this one along one axis only; for the world axis, all ranks.
 
-    ``pg`` is the user's process group, None where there is one rank. ``duplicate()`` makes a group of one's
-    own over the same ranks; ``group`` is the one for the thread that runs the training loop. Without
-    ``shared``, ``pg`` is made when it is first asked for, by all its ranks: most programs never do. ``table``
-    has the processes of all ranks of the world; without it this axis is the world, and its ranks exchange it.
+    ``pg`` is the user's process group, None for one rank. ``group`` is for the thread of the training loop,
+    and ``duplicate()`` creates another group over the same ranks. Without ``shared``, ``pg`` is created on
+    first access, by all its ranks: most programs never use it. ``table`` has the processes of all ranks of
+    the world; the world axis, which has none yet, exchanges their records.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Axis:
         return self._pg
 
     def close(self) -> None:
-        """Give ``pg`` and ``group`` back, without waiting for other ranks."""
+        """Close ``pg`` and ``group``, without waiting for other ranks."""
         self._closed = True
         self.group.close()
         if self._pg is not None:
@@ -190,10 +190,10 @@ class Mesh:
         return view
 
     def close(self) -> None:
-        """Give back the groups that this mesh made, then do what is in ``on_close``, the last first.
+        """Close the groups that this mesh created, then call the functions in ``on_close``, last one first.
 
-        Call it on all ranks that are left, at the end; it waits for none. Groups that were there before the
-        mesh stay, and the mesh is no longer the registered one.
+        Call it at the end on all remaining ranks; it does not wait for them. Groups that existed before the
+        mesh stay open. The mesh is unregistered.
         """
         for axis in dict.fromkeys([self.world, self.data, *reversed(self.along.values())]):
             axis.close()
@@ -202,9 +202,9 @@ class Mesh:
 
 
 class UnrankedMesh(Mesh):
-    """The mesh of one of a process that is still to be given its rank: models can be wrapped with it.
+    """The mesh of a process without a rank yet: models can be wrapped with it.
 
-    What a script would compute from rank or size before it has them would be wrong on every rank but one.
+    It refuses to name a rank or a size: anything that a script computes from them now would be wrong later.
     """
 
     def __init__(
@@ -220,9 +220,9 @@ class UnrankedMesh(Mesh):
         super().__init__(axes, 0, None, own, timeout_s=timeout_s)
 
     NO_RANK = (
-        "this process has no rank yet: under `instep run` ranks are given where the loop over run.steps "
-        "begins, so that a process can take the place of one that is lost. Ask for rank and size inside of "
-        "that loop, and read data with instep.Loader, which deals the samples out"
+        "this process has no rank yet: under `instep run` ranks are assigned where the loop over run.steps "
+        "begins, so that a process can replace a lost one. Ask for rank and size inside that loop, and read "
+        "data with instep.Loader, which distributes the samples"
     )
 
     @property
@@ -232,20 +232,20 @@ class UnrankedMesh(Mesh):
 
     @rank.setter
     def rank(self, rank: int) -> None:
-        """A place among others, which it does not have."""
+        """Ignored: there is none yet."""
 
     @property
     def local_rank(self) -> int:
-        """That of the rank whose place this process takes; a spare waits here until one is lost."""
+        """The local rank of the process that this one replaces; a spare blocks here until a rank is lost."""
         return self._place()
 
     @local_rank.setter
     def local_rank(self, local_rank: int) -> None:
-        """A place that it may not have yet."""
+        """Ignored: ``place`` knows it."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; a spare waits here for a GPU, until the rank that had it is lost."""
+        """The device of this process; a spare blocks here until a rank is lost, and takes its GPU."""
         return self._on_device()
 
     @device.setter
@@ -281,10 +281,10 @@ def build(
     local_rank: int = 0,
     on_device: torch.device | None = None,
 ) -> Mesh:
-    """A mesh over a world that met in ``store`` (None for a world of one).
+    """A mesh over the ranks that share ``store`` (None for one rank). Collective.
 
-    With torch's default group there, the axes' groups are registered with torch.distributed. ``make_group``
-    makes all groups instead; ``private`` leaves those of the user until they are asked for. Collective.
+    If torch has a default group, the groups of the axes are registered with torch.distributed. ``make_group``
+    creates all groups instead; with ``private`` the user's groups are created on first access.
     """
     axes = resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
     own = make_group or (no_store if store is None else from_store(store, rank, timeout_s))
@@ -304,7 +304,7 @@ def build(
 
 
 def no_store(name: str, ranks: Sequence[int]) -> ProcessGroup:
-    raise ValueError(f"ranks {tuple(ranks)} need a store to meet in, got store=None")
+    raise ValueError(f"ranks {tuple(ranks)} need a store to create a group, got store=None")
 
 
 class _Registered:
@@ -321,16 +321,16 @@ _of_process, _of_thread = _Registered(), _OfThread()
 
 
 def registered_mesh() -> Mesh | DeviceMesh | None:
-    """The mesh that this thread has registered, else the main thread's; None if there is none."""
+    """The mesh registered by this thread, else by the main thread, else None."""
     return _of_thread.mesh or _of_process.mesh
 
 
 def mesh_for_replicas() -> Mesh | DeviceMesh | None:
-    """The registered mesh, for what replicates or shards a model over ``dp`` and ``shard`` by default.
+    """The registered mesh, for wrappers that replicate or shard over ``dp`` and ``shard`` by default.
 
     Raises:
-        ValueError: it has more than one rank along another axis, which nothing would use: each of them would
-            train a model of its own. A view ``mesh[axis]`` that is registered has been chosen.
+        ValueError: another axis has several ranks, which would each train a model of their own. A registered
+            view ``mesh[axis]`` is accepted as it is.
     """
     mesh = registered_mesh()
     if isinstance(mesh, DeviceMesh):
@@ -351,7 +351,7 @@ def mesh_for_replicas() -> Mesh | DeviceMesh | None:
 
 
 def unregister(mesh: Mesh) -> None:
-    """``mesh`` is closed: neither it nor a view of it stays registered."""
+    """Unregister ``mesh`` and its views."""
     for place in (_of_process, _of_thread):
         if isinstance(place.mesh, Mesh) and place.mesh.along is mesh.along:
             place.mesh = None

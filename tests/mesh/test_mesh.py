@@ -119,7 +119,7 @@ def test_a_world_of_one_has_axes_but_no_groups():
 
 
 def test_two_ranks_need_a_store_to_meet_in():
-    with pytest.raises(ValueError, match=r"ranks \(0, 1\) need a store to meet in"):
+    with pytest.raises(ValueError, match=r"ranks \(0, 1\) need a store to create a group"):
         build(None, 0, 2)
 
 

@@ -24,7 +24,7 @@ def mesh() -> Iterator[Mesh]:
 @pytest.mark.parametrize("what", ["rank", "grank", "ws", "pg"])
 def test_a_place_among_others_is_not_known_yet(what: str, mesh: Mesh) -> None:
     with pytest.raises(
-        ValueError, match="no rank yet: under `instep run` ranks are given where the loop over"
+        ValueError, match="no rank yet: under `instep run` ranks are assigned where the loop over"
     ):
         instep.get(what)
 
