@@ -19,7 +19,7 @@ from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from instep.events import Recorder
 from instep.net.device import synchronize
-from instep.net.host_group import group_over
+from instep.net.host_group import group_class
 from instep.net.process_group import Group
 from instep.replicate.wrapper import DataParallel
 
@@ -96,7 +96,7 @@ def _link(
     world: World, pg: ProcessGroup, sizes: Sequence[int], samples: int, *, ordered: bool
 ) -> dict[str, list[float]]:
     """Seconds of an all-reduce by its size in bytes, alternately."""
-    group = group_over(pg, range(world.size), world.rank, TIMEOUT_S)
+    group = group_class(pg)(pg, range(world.size), world.rank, TIMEOUT_S)
     reduce = {str(size): _all_reduce(group, size, world.device, ordered=ordered) for size in sizes}
     return world.interleave(reduce, samples, budget_s=LINK_BUDGET_S)[0]
 

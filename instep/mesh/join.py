@@ -27,7 +27,7 @@ from instep.mesh.device_mesh import batch_group
 from instep.mesh.mesh import Axis, Mesh, UnrankedMesh, build, mesh_for_replicas, no_store, registered_mesh
 from instep.net import device as devices
 from instep.net.hang_report import words_of
-from instep.net.host_group import group_over
+from instep.net.host_group import group_class
 from instep.net.process_group import Group, default_store, from_store
 from instep.net.store import MAKING, StoreClient, backend_timeout, rendezvous
 
@@ -363,7 +363,7 @@ def find_ranks(
         if meant is not None and len(ranks) > 1:
             make = from_store(default_store(), rank, timeout_s or TIMEOUT_S, meant)
             pg = make("duplicate", ranks)
-        return group_over(pg, ranks, rank, timeout_s or TIMEOUT_S, by_host=by_host), Recorder(rank)
+        return group_class(pg, by_host=by_host)(pg, ranks, rank, timeout_s or TIMEOUT_S), Recorder(rank)
     except (dist.DistError, PeerLost) as error:  # the former from a maker of others
         raise PeerLost(
             f"{what} makes a group of its ranks, and one of them never came: do it on every rank, as often "

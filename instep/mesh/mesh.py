@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, Axes, resolve
 from instep.mesh.device_mesh import batch_group, place_in, require_used
-from instep.net.host_group import group_over
+from instep.net.host_group import group_class
 from instep.net.peers import Peer
 from instep.net.process_group import Group, MakeGroup, destroy, from_store, registered_groups
 
@@ -84,7 +84,8 @@ class Axis:
         name = f"{self.name}/instep/{self._num_duplicates}"
         rank = self.ranks[self.rank]
         pg = None if self.size == 1 else self._own(name, self.ranks)
-        return group_over(pg, self.ranks, rank, self.timeout_s, self._table, name, by_host=by_host)
+        kind = group_class(pg, by_host=by_host)
+        return kind(pg, self.ranks, rank, self.timeout_s, self._table, name)
 
 
 class Mesh:

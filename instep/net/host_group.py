@@ -94,7 +94,8 @@ class HostGroup(Group):
         be lost itself.
         """
         assert self.near is not None and self.near.pg is not None
-        self._require_whole(name)
+        if self._interrupted:
+            raise self._interruption(name)
         near, near_peers = self.near.pg, self.near.peers
         self.unreached = ()
         try:
@@ -186,17 +187,8 @@ class HostGroup(Group):
         return [board for (board,) in shown]
 
 
-def group_over(
-    pg: ProcessGroup | None,
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    table: Sequence[Peer] | None = None,
-    name: str = "",
-    *,
-    by_host: bool = False,
-) -> Group:
-    """The group for the backend of ``pg``; ``by_host``: a ``HostGroup`` unless all share memory."""
+def group_class(pg: ProcessGroup | None, *, by_host: bool = False) -> type[Group]:
+    """The class for the backend of ``pg``; ``by_host``: ``HostGroup``, unless all ranks share memory."""
     if device.shares_memory(pg):
-        return SharedGroup(pg, ranks, rank, timeout_s)
-    return (HostGroup if by_host else Group)(pg, ranks, rank, timeout_s, table, name)
+        return SharedGroup
+    return HostGroup if by_host else Group

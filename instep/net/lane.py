@@ -207,7 +207,7 @@ class Lane:
     def settle(self) -> BaseException | None:
         """Wait for all submitted work, clear a failure unless it is a lost rank, and return ``failed``."""
         if self._last is not None and not self._last.happened:
-            self.drain()
+            self._last.arrive()
         if self._state.failed is not None and not isinstance(self._state.failed, PeerLost):
             self._state.failed = None
         return self._state.failed

@@ -1,11 +1,10 @@
-"""The other ranks: their processes, whether they live, what they do, and the wait that all waits are made of.
+"""The other ranks of a group: their processes, and ``Peers.wait``, which waits for an operation of the group.
 
-A rank that never comes can only be found by a deadline; a dead one can be found at once, by a rank that
-looks. Every wait of instep is therefore cut into slices: between two slices the awaited ranks of this host
-are checked by process id and start time (an id alone may belong to a stranger by now), and at the end stands
-the deadline. Only this wait turns a backend's error into ``PeerLost``: what gloo reports when a neighbour
-leaves ("Connection closed by peer") names an address, not a cause. What it knows of other ranks comes from
-three places: the kernel's state of their processes, their debug servers, and for other hosts the status
+Only a deadline finds a rank that never arrives, but a dead rank can be found at once. So a wait is cut into
+slices. Between two slices it checks the processes of this host by id and start time (the kernel may have
+reused the id), and it ends at the deadline. It alone turns a backend's error into ``PeerLost``: gloo's
+message when a neighbour leaves ("Connection closed by peer") names an address, not a cause. It learns about
+other ranks from the kernel's process states, from their debug servers, and on other hosts from the status
 store.
 """
 
@@ -174,8 +173,8 @@ class Peers:
     ) -> None:
         """Block until ``work`` is done.
 
-        ``missing()`` are the places in the table of the ranks that have not come, where the backend knows:
-        then a rank that came and ended is not a lost one.
+        ``missing()`` returns the table positions of the ranks that have not arrived, if the backend knows
+        them: a rank that arrived and then exited is not lost.
 
         Raises:
             PeerLost: a rank died, has been stopped by a signal for ``STOPPED_S``, the backend failed, or
@@ -187,7 +186,7 @@ class Peers:
         stopped_s: dict[int, float] = {}
         try:
             while not self._is_done(work, operation, began, limit_s, on_gpu):
-                # While this process does not run, nobody is late: what has come waits to be read.
+                # Time in which this process was suspended does not count: peers may have arrived since.
                 passed_s = time.monotonic() - looked
                 began += max(passed_s - 2 * SLICE_S, 0.0)
                 waited_s = time.monotonic() - began
@@ -209,7 +208,7 @@ class Peers:
                 dead = [rank for rank, letter in letters.items() if not letter]
                 if dead and (doubted or absent is not None):
                     raise self._died(operation, waited_s, dead)
-                doubted = bool(dead)  # it may have ended well, and what it has sent comes over other ranks
+                doubted = bool(dead)  # it may have finished; its data may still be on the way
                 if waited_s > limit_s and absent != [] and not dead:
                     raise self._late(operation, waited_s, limit_s, absent)
                 if not posted and waited_s >= min(POST_S, limit_s / 4):
@@ -241,14 +240,14 @@ class Peers:
                 raise self._died(operation, waited_s, dead) from None
             said = f"a rank left {operation}: {self._where(operation, waited_s)}, then the backend said: "
             cause = ". The cause stands in the traceback of a rank that has another error than PeerLost"
-            # What the backend says is in there, and its stack of C++ would only hide it.
+            # ``from None``: the backend's message is included, and its C++ stack would only hide it.
             raise PeerLost(said + words_of(error) + cause, operation=operation) from None
 
     def _look(self, operation: str, waited_s: float) -> None:
         """Raise ``PeerLost`` if a rank has failed: gloo does not end every wait for it.
 
-        It ends no wait for a message of which a part is written or read, or that waits for its turn
-        (``Pair::signalException``, gloo/transport/tcp/pair.cc).
+        It leaves out messages that are queued, or partly written or read (``Pair::signalException``,
+        gloo/transport/tcp/pair.cc).
         """
         rows = ask_peers(self._near, self._group)
         lost, dead = self.status_store.lost()
@@ -263,7 +262,7 @@ class Peers:
             )
 
     def _post(self) -> None:
-        """Post what the ranks of this host do: some may not know that others wait for them."""
+        """Post the status of all ranks of this host; a late rank does not post its own."""
         if self.outer is not None:  # a wait inside of a host belongs to an operation of all hosts
             self.outer._post()
         elif len(self._near) < len(self.table):

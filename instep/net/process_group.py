@@ -292,7 +292,8 @@ class Group:
 
     def start(self, function: Callable[[], object], operation: str, line: str = "") -> Handle:
         """Start ``run``. Functions of one ``line`` run one after another; lines are independent."""
-        self._require_whole(operation)
+        if self._interrupted:
+            raise self._interruption(operation)
         if line not in self._lanes:
             self._lanes[line] = Lane(f"instep messages{line}, rank {self.rank}")
         work = Handle(self._lanes[line].submit(operation, function))
@@ -301,7 +302,8 @@ class Group:
 
     def wait(self, work: Handle, operation: str) -> None:
         """Wait for ``work`` of ``start``."""
-        self._require_whole(operation)
+        if self._interrupted:
+            raise self._interruption(operation)
         self.peers.flight.begin(operation)
         self._finish(work, operation)
         self._remove_pending(work)
@@ -380,7 +382,7 @@ class Group:
     def _begin(self, options: Any, operation: str, x: Tensor) -> Any:
         """Record the start of an operation that is waited for at once; its ``options``."""
         if self._interrupted:
-            self._require_whole(operation)
+            raise self._interruption(operation)
         self.peers.flight.begin(operation, (x.dtype, x.shape))
         return options
 
@@ -404,14 +406,13 @@ class Group:
         with suppress(ValueError):  # another thread has closed the group
             self._pending.remove(work)
 
-    def _require_whole(self, operation: str) -> None:
-        """Raise ``PeerLost`` after an interrupt: messages of that operation would be paired with this one."""
-        if self._interrupted:
-            raise PeerLost(
-                f"rank {self.global_rank} was interrupted during {self._interrupted} and cannot take part in "
-                f"{operation}: create the group anew on every rank",
-                operation=operation,
-            )
+    def _interruption(self, operation: str) -> PeerLost:
+        """The error of ``operation`` after an interrupt, whose messages would be paired with it."""
+        return PeerLost(
+            f"rank {self.global_rank} was interrupted during {self._interrupted} and cannot take part in "
+            f"{operation}: create the group anew on every rank",
+            operation=operation,
+        )
 
 
 class SharedGroup(Group):

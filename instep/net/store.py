@@ -1,8 +1,8 @@
-"""Calls of a store that may be unreachable, and their uses: a rendezvous, and the status of ranks.
+"""Calls of a store that may be unreachable, and their uses: rendezvous, and the status of ranks.
 
-A store is called in native code, and a store on a dead host, or behind a cut network, blocks its caller for
-the store's own deadline, or until TCP gives up, after a quarter of an hour. So a thread makes each call, and
-is abandoned at the caller's deadline.
+A call of a store whose host is dead or unreachable blocks in native code until the store's own deadline, or
+until TCP gives up after a quarter of an hour. So each call runs in a thread, which is abandoned at the
+caller's deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _unanswered: list[Work] = []
 
 
 class StoreClient:
-    """Calls of one store by ``rank``; none is made before the last one has its answer."""
+    """Calls one store for ``rank``, and makes no call while an earlier one is unanswered."""
 
     def __init__(self, rank: int) -> None:
         self._name = f"instep store client, rank {rank}"
@@ -100,14 +100,14 @@ def backend_timeout(timeout_s: float) -> timedelta:
 def rendezvous(
     store: Store, name: str, ranks: Sequence[int], rank: int, timeout_s: float, make: Callable[[Store], T]
 ) -> T:
-    """``make(store)``, in which all ``ranks`` wait for each other, under keys that no group has used.
+    """Call ``make(store)``, in which all ``ranks`` wait for each other, with a prefix that no group has used.
 
-    Backends call the store while they are constructed, so ``make`` runs in a thread that is abandoned at the
-    deadline. Each rank first counts its rendezvous in the store, which tells afterwards who came. Collective
-    over ``ranks``, of which each makes as many of a ``name``.
+    Backends call the store in their constructors, so ``make`` runs in a thread that is abandoned at the
+    deadline. Each rank first counts its rendezvous in the store, which later shows who arrived. Collective
+    over ``ranks``; each rank calls it equally often with a ``name``.
 
     Raises:
-        PeerLost: not all came, or they do not reach the store or each other.
+        PeerLost: a rank did not arrive, or cannot reach the store or another rank.
     """
     members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     key = f"instep/groups/{name}/{members}"

@@ -30,14 +30,7 @@ class Reducer(Reduction):
     """
 
     # The buckets too: the first exchange may put them into another order.
-    changes: ClassVar[tuple[str, ...]] = (
-        *Reduction.changes,
-        "buckets",
-        "bundles",
-        "place",
-        "_order",
-        "_next_order",
-    )
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "buckets", "place", "_order", "_next_order")
     buckets: list[Bucket]
 
     def __init__(
@@ -140,13 +133,13 @@ class Reducer(Reduction):
 
     def abandon(self) -> None:
         super().abandon()
-        self.bundles = self.buckets = []
+        self.buckets = []
 
     def _make_buckets(self, order: list[int]) -> None:
         self._order = order
         self._next_order: list[int] | None = None
         groups = self.strategy.group(self.parameters, order, self.options.caps)
-        self.bundles = self.buckets = make_buckets(
+        self.buckets = make_buckets(
             self.parameters,
             groups,
             self.group.size,
@@ -205,14 +198,10 @@ class Reducer(Reduction):
 
     def _hook(self, hook: CommHook, bucket: Bucket, header: Header, name: str) -> Work:
         """Let ``hook`` begin with ``bucket``, once all ranks have come to it."""
-
-        def meet() -> None:
-            self.exchange.exchange_headers(bucket, header, name)
-
-        met = self.lane.run(name, meet)
-        met.wait()
+        agreed = self.lane.run(name, partial(self.exchange.exchange_headers, bucket, header, name))
+        agreed.wait()
         hook.start(bucket, self.parameters, is_last=bucket is self.buckets[-1])
-        return met
+        return agreed
 
     def _reorder(self) -> None:
         """Adopt the order in which rank 0 saw the gradients, once, for the steps to come."""

@@ -72,6 +72,7 @@ class SliceReducer(Reduction):
     )
     lost_fix = "close() the module, and shard one with a state that was kept over another group"
     changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_carried")
+    buckets: list[SlicedBucket]
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class SliceReducer(Reduction):
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
         self.spaces = list(spaces)
         self._position = {id(p): i for i, p in enumerate(self.parameters)}
-        self.bundles = self.buckets = self._make_buckets()
+        self.buckets = self._make_buckets()
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         self.exchange = self.reduce_scatter = ReduceScatter(
             ranks, recorder, max_parameters=max([len(b.slots) for b in self.buckets], default=0)
@@ -237,7 +238,7 @@ class SliceReducer(Reduction):
 
     def abandon(self) -> None:
         super().abandon()
-        self.bundles, self.buckets, self._works = (), [], []
+        self.buckets, self._works = [], []
 
     def backward_ended(self) -> None:
         self._put_back()

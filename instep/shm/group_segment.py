@@ -110,7 +110,7 @@ class GroupSegment:
 
     def require_own(self) -> None:
         """Raise ``RuntimeError`` in a forked child: its operation would count as one of the rank's."""
-        if not self.is_own():
+        if os.getpid() != self._pid:
             raise RuntimeError(
                 f"process {os.getpid()} was forked by group rank {self.rank}, process {self._pid}, and is no "
                 "member of its groups: call collectives in the rank's own process"
@@ -118,8 +118,7 @@ class GroupSegment:
 
     def require_usable(self) -> None:
         """As ``require_own``; and raise this rank's first failure: peers no longer wait for what follows."""
-        if os.getpid() != self._pid:
-            self.require_own()
+        self.require_own()
         if self.error is not None:
             raise self.error
 

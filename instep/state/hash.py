@@ -1,13 +1,13 @@
-"""One hash of all that training carries from step to step, however it is divided among ranks.
+"""One hash of the whole training state, however it is divided among ranks.
 
 ``state_sha256`` is the SHA-256 over, for parameters, persistent buffers, then optimizer moments by name,
-and the step: name, dtype, shape, and the SHA-256 of each canonical block. A rank that has a block can hash
-it, so a sharded state has the hash of a replicated one. It depends on the kind of CPU and on the builds of
-the libraries, as the bits do: compare hashes of one machine.
+and the step: name, dtype, shape, and the SHA-256 of each canonical block. Any rank that holds a block can
+hash it, so a sharded state has the same hash as a replicated one. Like the bits, the hash depends on the kind
+of CPU and on the library builds: compare hashes from one machine.
 
-``SharedHash`` computes it from what each rank owns, one rank or all: S bytes of state take S / W bytes of
-hashing per rank, then 32 bytes per block of 4096 elements travel, 0.2 % of S. Where shards cut blocks (boxes
-of a matrix), the ranks first send the elements of that tensor to the ranks that hash its blocks.
+``SharedHash`` computes it from the shards that each rank owns. A state of S bytes costs S / W bytes of
+hashing per rank and an exchange of 32 bytes per block of 4096 elements, 0.2 % of S. If shards cut blocks
+(boxes of a matrix), the ranks first send those elements to the ranks that hash the blocks.
 
 Hashing the whole state takes longer than a small step. Instead the blocks of all tensors are numbered, and
 after step t those are hashed whose number b has (b + t) % k == 0:
@@ -17,9 +17,9 @@ after step t those are hashed whose number b has (b + t) % k == 0:
     step 4               x        x
     step 5            x        x
 
-After k steps each block has had its turn, so a flipped bit that stays is found within k steps, at 1/k of the
-price. CRC-32 is enough for that: it sees every change within 32 bits in a row, so of one element, and takes a
-third of the time of SHA-256; against an adversary there is ``state_sha256``.
+After k steps every block has been hashed once, so a persistent bit flip is found within k steps, at 1/k of
+the cost. CRC-32 is enough for that: it detects every change within 32 consecutive bits, hence in one element,
+in a third of the time of SHA-256. Against an adversary use ``state_sha256``.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def state_digests(tensors: Iterable[Described], step: int) -> tuple[str, dict[st
 
 
 class HashTable:
-    """Which rank hashes which blocks of a state, of which ``by_rank`` are each rank's shards.
+    """Assigns the blocks of a state to the ranks that hash them; ``by_rank`` has the shards of each rank.
 
-    A rank hashes its shards. Of a tensor whose shards cut blocks each rank that has some of it hashes a run
-    of blocks, whose elements the ranks send each other first (``complete``).
+    A rank hashes its own shards. If shards of a tensor cut blocks, each rank that holds a part of the tensor
+    hashes a run of its blocks, after an exchange of the missing elements (``complete``).
 
     Raises:
-        error: the shards are not those of one whole state.
+        error: the shards do not form one complete state.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class HashTable:
         ]
 
     def _run(self, x: Shard, rank: int, holders: dict[str, list[int]]) -> Shard | None:
-        """What ``rank``, which has ``x``, hashes of that tensor."""
+        """The run of blocks of the tensor of ``x`` that ``rank`` hashes."""
         if x.name not in self.cut:
             return x
         i, num, numel = holders[x.name].index(rank), len(holders[x.name]), math.prod(x.shape)
@@ -142,9 +142,9 @@ class HashTable:
     def complete(
         self, group: Group, own: Sequence[Shard], ranges: Ranges = lambda x: [(x.first, x.last)]
     ) -> list[Shard]:
-        """What this rank hashes, with values. Collective where shards cut blocks.
+        """The shards that this rank hashes, with values. Collective if shards cut blocks.
 
-        Of tensors that are cut only the ``ranges`` of elements of the whole tensor get their values.
+        For cut tensors only the elements in ``ranges`` of the whole tensor are exchanged.
         """
         known = {x.name: x for x in own}
         if not self.cut:
@@ -201,12 +201,12 @@ class HashTable:
         )
 
     def due(self, x: Shard, step: int, every: int) -> range:
-        """The blocks of ``x`` whose turn it is."""
+        """The blocks of ``x`` that are sampled at ``step``."""
         blocks = x.blocks
         return blocks[-(step + self._numbers[x.name] + blocks.start) % every :: every]
 
     def samples(self, told: Sequence[bytes], step: int, every: int) -> list[Sampled]:
-        """The blocks whose turn it is, in their order, from the CRCs of each rank's."""
+        """The sampled blocks in order, from the CRCs of each rank."""
         found = []
         for shards, data in zip(self.hashed, told, strict=True):
             due = ((x.name, block) for x in shards for block in self.due(x, step, every))
@@ -217,11 +217,10 @@ class HashTable:
 
 
 class SharedHash:
-    """The hashes of a state that the ranks of ``group`` hold together, each what it owns of it (``owned``).
+    """Hashes a state that is divided among the ranks of ``group``; each rank passes the shards it owns.
 
-    All ranks keep the same table of who hashes what. It changes only with the shards, as when the first step
-    makes the moments: with each message a rank says whether it owns what it owned when the table was made,
-    and if one does not, all ranks make the table again.
+    All ranks keep the same ``HashTable``. It is rebuilt when the shards of any rank have changed, for example
+    when the first step creates the moments; every message carries a flag for that.
 
     ``enter`` is called with the phases that this rank enters, "hash" and "gather", and ``beat`` to report
     progress.
@@ -237,9 +236,7 @@ class SharedHash:
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._group, self._enter, self._beat = group, enter, beat
-        self._layout: list[tuple[object, ...]] | None = (
-            None  # of what this rank owned when the table was made
-        )
+        self._layout: list[tuple[object, ...]] | None = None  # of this rank's shards in the table
         self._table = HashTable([()] * group.size)
 
     def digests(self, owned: Sequence[Shard], step: int) -> tuple[str, dict[str, str]]:
@@ -248,9 +245,9 @@ class SharedHash:
         return self._table.digests(told, step)
 
     def samples(self, owned: Sequence[Shard], step: int, every: int) -> list[Sampled]:
-        """The CRCs of the blocks whose turn it is after ``step``; each has one in ``every``. Collective.
+        """The CRCs of the blocks sampled after ``step``, one in ``every``. Collective.
 
-        Nothing is read or copied but these blocks (of a tensor that is not contiguous, the rows they lie in).
+        Only these blocks are read (of a tensor that is not contiguous, their rows).
         """
 
         def own(mine: Sequence[Shard]) -> bytes:
@@ -269,7 +266,7 @@ class SharedHash:
         own: Callable[[Sequence[Shard]], bytes],
         ranges: Ranges = lambda x: [(x.first, x.last)],
     ) -> list[bytes]:
-        """Each rank's ``own`` of what it hashes, once all have a table of what the ranks own now."""
+        """``own(shards it hashes)`` of every rank, after rebuilding an outdated table."""
         mine = [x for x in owned if x.order is not None]
         layout = [x.layout for x in mine]
         known, at_once = layout == self._layout, not self._table.cut
@@ -290,7 +287,7 @@ class SharedHash:
 
 
 def own_digests(hashed: Iterable[Shard], beat: Callable[[], None] = lambda: None) -> bytes:
-    """The digests of all blocks of what a rank hashes, in a row."""
+    """The concatenated digests of all blocks of ``hashed``."""
     return b"".join(block_digests(x.tensor, beat) for x in hashed)
 
 

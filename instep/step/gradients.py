@@ -64,12 +64,13 @@ class Gradients:
         for slot, view in zip(bucket.slots, bucket.views(leaf), strict=True):
             i = slot.position
             gradient = self.parameters[i].grad
-            if gradient is None and i in self.came:
-                raise ValueError(
-                    f"the gradient of {self.names[i]!r} was taken away between backward and its exchange: "
-                    "call zero_grad() outside of micro_batches(), and let no hook set .grad to None"
-                )
             if gradient is None:
+                if i in self.came:
+                    raise ValueError(
+                        f"the gradient of {self.names[i]!r} was taken away between backward and its "
+                        "exchange: call zero_grad() outside of micro_batches(), and let no hook set .grad to "
+                        "None"
+                    )
                 if not adds:
                     _real(view).fill_(-0.0)
                 continue

@@ -139,7 +139,7 @@ class Reduction(ABC):
         "watch",
     )
     exchange: OrderedAllReduce
-    bundles: Sequence[Bundle]  # in the order in which they travel
+    buckets: Sequence[Bundle]  # in the order of their exchanges
     place: dict[int, Bundle]
 
     def __init__(
@@ -274,7 +274,7 @@ class Reduction(ABC):
         if self._rounds_nodes:
             # The key of random rounding: a declared step that is repeated must have the same bits.
             key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
-            for bucket in self.bundles:
+            for bucket in self.buckets:
                 bucket.begin_nodes(*key)
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
@@ -282,7 +282,7 @@ class Reduction(ABC):
         self.leaf, self._last = leaf, last
         self._counts = [0] * len(self.names)
         self.gradients.came.clear()
-        for bucket in self.bundles:
+        for bucket in self.buckets:
             bucket.ready_ns = 0
             bucket.is_open = True
             bucket.pending = len(bucket.slots)
@@ -315,7 +315,7 @@ class Reduction(ABC):
 
     def close_leaf(self) -> None:
         """The leaf's backward has ended: what has not been whole until now, is."""
-        for bucket in self.bundles:
+        for bucket in self.buckets:
             if bucket.is_open:
                 bucket.is_open = False
                 self._close(bucket)
@@ -472,7 +472,7 @@ class Reduction(ABC):
         """
         if self.options.unused:
             return
-        unused = _find_unused(self.bundles)
+        unused = _find_unused(self.buckets)
         if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:
             raise Desync(
                 f"frozen on some ranks alone (requires_grad=False): {self._describe(alone)}; in step "
