@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -60,6 +61,10 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
         signal.signal(number, signal.SIG_DFL)
     os.environ.clear()  # the forkserver's is the launcher's at the time of its start
     os.environ.update(child.environ)
+    for stream in (sys.stdout, sys.stderr):
+        # Under PYTHONUNBUFFERED print() writes a text and its newline apart: lines of ranks would mix.
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()
     with contextlib.suppress(OSError):  # the launcher has gone
         stacks = os.fdopen(child.stacks.open(), "w")

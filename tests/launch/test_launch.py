@@ -264,3 +264,15 @@ def test_a_launcher_that_is_killed_leaves_no_rank(up):
             process.kill()
             assert all(map(ended, pidfds))
         assert len(pids) == 2
+
+
+def test_a_printed_line_is_one_write_so_that_lines_of_ranks_do_not_mix() -> None:
+    read, write = os.pipe2(os.O_DIRECT)  # keeps writes apart
+    program = "from instep.launch.launch import launch; launch(print, ('a line',), ranks=2)"
+    try:
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        subprocess.run([sys.executable, "-c", program], stdout=write, env=environ, cwd=ROOT, check=True)
+        assert [os.read(read, 4096) for _ in range(2)] == [b"a line\n"] * 2
+    finally:
+        os.close(read)
+        os.close(write)
