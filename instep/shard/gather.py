@@ -1,344 +1,346 @@
-"""Weights whole just in time: a lane that fetches the slices of units, beside the computation.
+"""Whole weights just in time: units are gathered shortly before they compute, and freed after.
 
     compute         |= unit 1 =|= unit 2 =|= unit 3 =
     communication   |~ 2 ~|     |~ 3 ~|    |~ 4 ~|         "parameter gather"
 
-Where the ranks can read each other's memory (backend "shm"), most units are mapped, and there is nothing to
-gather (``unit``). Others, whose values are cast to the dtype of computation, are W copies and no message, and
-that of a small unit is made at once, without the lane. Else a rank requests the slices. In no case has
-another rank to do anything at that moment. No rank may write to its slices while another may still gather, or
-compute with them.
+A gather is an all-gather of S bytes over W ranks: each rank receives S (W-1)/W bytes. It is collective, so all
+ranks have to gather the same units in the same order. Nothing in a backend would notice if they did not: two
+units of one size would be paired, and a rank that left the step would be waited for until the deadline. So the
+ranks announce to each other, 8 bytes each, what they are about to gather:
 
-Why requests, and not a collective: a rank skips a unit, runs one twice, evaluates alone, or has no
-micro-batch left. A collective would pair with another one, or wait for ever. So every rank has a thread for
-each of the others that answers its requests, whatever the rank's own computation does:
+    a unit    all ranks announce the same one, or all raise
+    IDLE      this rank has no micro-batch in this round, and takes part in whatever the others gather
+    DONE      the round is over: idle ranks stop to follow
+    LEFT      this rank has left the step: all others raise, and name it
 
-    rank 0   |= unit 3 =|= unit 4 ...        computes; its lane has requested unit 4 from all others meanwhile
-    rank 1   |= unit 2 =|= unit 5 ...        computes, with other units perhaps
-      sends      ^ 4 to 0     ^ ...          its thread for rank 0 waits for requests
-
-A request is two numbers, the answer the slice: S bytes of weights, W ranks, S (W-1)/W bytes received in one
-round trip, and as many sent to each rank that asks. The group must have no other user.
-
-Inside a transform of ``torch.func`` weights neither come nor go. What is made inside of ``grad``, ``vjp``,
-``jacrev``, ``jvp`` or ``functionalize`` belongs to the transform: a tensor around another one, which no
-parameter can show and no unit can free. So a module may be called there whose weights are whole already, and
-no other. ``vmap`` alone leaves alone what has nothing to do with it.
+Which unit is next is known from the last time: the recorded order of forward, and of backward.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from instep.errors import PeerLost
+from instep.comm import direct
+from instep.comm.perform import perform
+from instep.errors import Desync, PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
+from instep.hook import Hook, weakly
 from instep.net.device import Stream
-from instep.net.lane import Lane
+from instep.net.lane import Lane, Work
 from instep.net.messages import Messages
 from instep.net.process_group import Group
 from instep.shard.unit import Unit
+from instep.step.backward import is_in_backward
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-ASK, GIVE, HANG_UP = 1, 2, 3  # tags: a request, an answer, what no rank sends
-BYE = -1  # in the place of a number: no more requests from this rank
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
-FOREVER = timedelta(days=3650)
-FAREWELL = timedelta(seconds=3)
-
-QUICK_BYTES = 1 << 20  # are copied in the time that it takes to hand them over to another thread
-
+IDLE, DONE, LEFT = -1, -2, -3
+SAME_ORDER = (
+    "all ranks of a shard group must run the same units in the same order, also in an evaluation: let every rank "
+    "call the module equally often, and make what runs under a condition a part of one unit (units=[...])"
+)
 _functorch: Any = torch._C._functorch
 VMAP = _functorch.TransformType.Vmap
 
 
-class ShardSource(Protocol):
-    """Where slices come from. ``fetch`` fills ``parts[r]`` with rank r's slice of a unit, cast."""
-
-    def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None: ...
-
-    def close(self) -> None:
-        """No more requests; the own slice is there for ranks that still have some."""
-
-    def abandon(self) -> None:
-        """``close`` shall not wait for others."""
-
-
-class MappedShards:
-    """Slices in memory that this rank can read: ``slices[r][i]`` is rank r's of unit i."""
-
-    def __init__(self, slices: Sequence[Sequence[Tensor]]) -> None:
-        self._slices = slices
-
-    def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None:
-        for part, own in zip(parts, self._slices, strict=True):
-            part.copy_(own[number])
-
-    def close(self) -> None:
-        self._slices = []
-
-    def abandon(self) -> None:
-        pass
-
-
-class RequestedShards:
-    """The slices of all ranks, by request. Collective; ``slices[i]`` is this one's of number i.
-
-    ``fetch`` any, at any time; ``close`` when no more are needed. A rank goes on to answer until all others
-    have closed, or one is gone; a process that ends waits ``FAREWELL`` for that, and no longer.
-    """
-
-    def __init__(self, group: Group, slices: Sequence[Tensor]) -> None:
-        self._group, self._slices = group, list(slices)
-        assert group.pg is not None
-        self._pg = group.pg
-        self._others = [(group.rank + k) % group.size for k in range(1, group.size)]
-        self._requests = Messages(group.pg, group.ranks, tag=ASK)
-        self._answers = Messages(group.pg, group.ranks, tag=GIVE)
-        self._servers = [
-            threading.Thread(
-                target=_serve,
-                args=(group.pg, self._slices, other),
-                name=f"instep slices, rank {group.rank} to {other}",
-                daemon=True,
-            )
-            for other in self._others
-        ]
-        for server in self._servers:
-            server.start()
-        self._leaving = _Leaving(group.pg, self._others, self._servers)
-        # Of multiprocessing, because atexit knows nothing of the end of a process that it has started. Ranks
-        # may be threads of the process that ends: all have said goodbye before one of them waits for it.
-        self._ends = [
-            Finalize(self, self._leaving.say_goodbye, exitpriority=1),
-            Finalize(self, self._leaving.wait, exitpriority=0),
-        ]
-
-    def fetch(self, number: int, parts: Sequence[Tensor], operation: str) -> None:
-        """``parts[r]`` becomes the slice of rank r, in the dtype of ``parts``."""
-        others = [parts[source] for source in self._others]
-        on_cpu = parts[0].device.type == "cpu"
-        arrived = others if on_cpu else [torch.empty_like(part, device="cpu") for part in others]
-        try:
-            work = self._group.start(lambda: self._ask(number, arrived), operation)
-            parts[self._group.rank].copy_(self._slices[number])
-            self._group.wait(work, operation)
-        except PeerLost:
-            self.abandon()
-            raise
-        if not on_cpu:  # here, because the thread of messages has another current stream
-            for part, came in zip(others, arrived, strict=True):
-                part.copy_(came)
-
-    def close(self) -> None:
-        """Request no more, and give ranks that are not as far yet the time to close too."""
-        for end in self._ends:
-            end()
-
-    def abandon(self) -> None:
-        """``close`` shall not wait for others: one is lost, or all have closed in some other way."""
-        self._leaving.abandoned = True
-
-    def _ask(self, number: int, arrived: Sequence[Tensor]) -> None:
-        """Request slice ``number`` of all others, into memory of the host."""
-        message = torch.tensor([number, DTYPES.index(arrived[0].dtype)], device="cpu")
-        self._requests.together([(message, to) for to in self._others], [])
-        self._answers.together([], list(zip(arrived, self._others, strict=True)))
-
-
-def _serve(pg: ProcessGroup, slices: Sequence[Tensor], other: int) -> None:
-    """Answer rank ``other`` until it has said that it has no more requests, or is gone.
-
-    One request from any rank would be one thread, but such a request outlives all the connections.
-    """
-    message = torch.empty(2, dtype=torch.int64, device="cpu")
-    given: tuple[Any, Tensor] | None = None  # what is on its way, with its memory
-    with suppress(RuntimeError):  # it is gone: the rank that misses it says so
-        while True:
-            pg.recv([message], other, ASK).wait(FOREVER)
-            number, dtype = message.tolist()
-            if number == BYE:
-                return
-            if given is not None:
-                given[0].wait()  # it has arrived: the rank would not ask again before
-            answer = slices[number].to("cpu", DTYPES[dtype])
-            given = pg.send([answer], other, GIVE), answer
-
-
-class _Leaving:
-    """How a rank ends its service to ``others``, after which its ``servers`` have ended, or nearly always.
-
-    ``say_goodbye``: it requests no more; or, ``abandoned``, it hangs up. ``wait``: until the others have no
-    more requests either, or ``FAREWELL`` is over. A server that came back from a wait while the interpreter
-    goes would be ended by force, which C++ answers with SIGABRT.
-    """
-
-    def __init__(self, pg: ProcessGroup, others: Sequence[int], servers: Sequence[threading.Thread]) -> None:
-        self._pg, self._others, self._servers = pg, others, servers
-        self.abandoned = False
-        self._has_said = False
-
-    def say_goodbye(self) -> None:
-        if self._has_said:
-            return
-        self._has_said = True
-        if self.abandoned:
-            _hang_up(self._pg, self._others)
-            return
-        message = torch.tensor([BYE, 0], device="cpu")
-        with suppress(RuntimeError):  # a rank that is gone needs no farewell
-            for work in [self._pg.send([message], to, ASK) for to in self._others]:
-                with suppress(RuntimeError):
-                    work.wait(FAREWELL)
-
-    def wait(self) -> None:
-        self.say_goodbye()  # both are called when a source is collected, in no order that is promised
-        until = time.monotonic() + FAREWELL.total_seconds()
-        for server in self._servers:
-            if server is not threading.current_thread():
-                server.join(max(0.0, until - time.monotonic()))
-
-
-def _hang_up(pg: ProcessGroup, others: Sequence[int]) -> None:
-    """End the servers: two survivors of three would wait for each other's requests for ever.
-
-    gloo gives a message up in one way only: whose wait for one times out, loses its connections, all of them;
-    unless it was to a rank whose connection is lost already.
-    """
-    for other in others:
-        with suppress(RuntimeError):
-            pg.recv([torch.empty(1, device="cpu")], other, HANG_UP).wait(timedelta(milliseconds=1))
-
-
-def find_source(group: Group, gather_group: Group, units: Sequence[Unit]) -> ShardSource:
-    """The way to the slices of ``units``, which lie in memory of ``group``. Collective.
-
-    ``gather_group`` is over the same ranks, and is used if there have to be messages.
-    """
-    slices = [unit.slice for unit in units]
-    if group.size == 1 or not slices:
-        return MappedShards([slices])
-    operation = "the exchange of memory"
-    to_show = [unit.slice for unit in units if unit.mapped is None]
-    shown = group.map_all(to_show, operation) if to_show else [[] for _ in group.ranks]
-    if shown is None:
-        return RequestedShards(gather_group, slices)
-    found = [iter(own) for own in shown]
-    by_unit = [[next(own) for own in found] if u.mapped is None else u.mapped.slices for u in units]
-    group.barrier(operation)  # all have come: the values are there
-    return MappedShards(
-        [[own.view(u.dtype) for own, u in zip(x, units, strict=True)] for x in zip(*by_unit, strict=True)]
-    )
-
-
 class Gathers:
-    """Fetches units in the order in which they are needed; in a world of one in the caller's thread."""
+    """Gathers units over ``group`` in the order in which they are asked for, on a lane of its own."""
 
-    def __init__(self, group: Group, source: ShardSource, recorder: Recorder, device: torch.device) -> None:
-        name = f"instep gathers, rank {group.rank}"
-        self.lane = Lane(name, inline=group.size == 1, profiled_as="exchange")
-        self._here = Lane(name, inline=True)
-        self._quick_bytes = QUICK_BYTES if isinstance(source, MappedShards) else 0
-        self._source, self._recorder = source, recorder
+    def __init__(self, group: Group, units: Sequence[Unit], recorder: Recorder) -> None:
+        self.lane = Lane(
+            f"instep gathers, rank {group.rank}", inline=group.size == 1, profiled_as="exchange"
+        )
+        self._group, self._units, self._recorder = group, units, recorder
+        device = units[0].device if units else torch.device("cpu")
         self._stream = Stream(device, inline=self.lane.inline)
+        self._knows_who_left = False  # all ranks know of a step that was left: it need not be announced
+        self.reduction_error: Callable[[], BaseException | None] = lambda: None
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Gather those of ``units`` that are not here, and go on meanwhile."""
         for unit in units:
-            if unit.is_free:
-                require_outside_transform(unit.name, unit.names)
-                if unit.open():
-                    continue
-                operation = f"the gather of unit {unit.name!r}"
-                try:
-                    run = partial(self._fetch, unit, None, self._stream.computed())
-                    if unit.gathered_bytes > self._quick_bytes:
-                        unit.work = self.lane.submit(operation, run)
-                        continue
-                    with self._recorder.span(PARAMETER_GATHER, lane="host"):
-                        unit.work = self._here.submit(operation, run)
-                except BaseException:  # no thread could be started
-                    self.lane.drain()
-                    unit.free()
-                    raise
+            if unit.work is None and not unit.is_current:
+                require_outside_transform(unit)
+                unit.allocate()
+                run = partial(self._gather, unit, self._stream.computed())
+                unit.work = self.lane.submit(f"the gather of unit {unit.name!r}", run)
 
-    def need(self, units: Sequence[Unit]) -> None:
-        """Gather those of ``units`` that are not here, and wait.
+    def need(self, units: Iterable[Unit]) -> None:
+        """Gather those of ``units`` that are not here, wait, and show them.
 
         Raises:
-            PeerLost: a rank did not give its slice; ``units`` are free then.
+            Desync: the ranks gather different units, or one has left the step; on all ranks.
+            PeerLost: a rank did not come.
         """
+        units = list(units)
         self.begin(units)
-        coming = [unit for unit in units if not unit.shown]
-        works = [unit.work for unit in coming if unit.work is not None]
-        if not all(work.done() for work in works):
+        works = [(unit, unit.work) for unit in units if unit.work is not None]
+        if not all(work.done() for _, work in works):
             with self._recorder.span(PARAMETER_GATHER, lane="host"):
-                for work in works:
+                for _, work in works:
                     work.arrive()
-        for work in works:
+        for unit, work in works:
             if work.error is not None:
-                error = work.error
-                for failed in coming:
+                for failed, _ in works:
                     failed.free()
-                raise error
-        for unit in coming:
+                if isinstance(work.error, PeerLost) and (first := self.reduction_error()) is not None:
+                    raise first from work.error  # the reason why the other ranks have left
+                work.wait()
+            unit.filled()
+        for unit in units:
             unit.show()
 
-    def whole(self, unit: Unit) -> list[Tensor]:
-        """The master values of the parameters of ``unit``, in new memory."""
-        flat = unit.whole()
-        parts = list(flat.split(unit.layout.slice_length))
-        work = self.lane.run(
-            f"the masters of unit {unit.name!r}", partial(self._fetch, unit, parts, self._stream.computed())
-        )
-        work.wait()
-        return unit.values_in(flat)
+    def masters(self, unit: Unit) -> list[Tensor]:
+        """All parameters of ``unit``, as the optimizer steps them, in new memory. Collective."""
+        flat = unit.masters()
+        name = f"the gather of unit {unit.name!r}"
+
+        def gather() -> None:
+            self._announce(unit.number, name)
+            self._all_gather(flat, name)
+
+        self.lane.run(name, gather).wait()
+        return unit.views_in(flat)
+
+    def follow(self) -> None:
+        """Take part in what the other ranks gather, until they are done. This rank has no micro-batch."""
+        while (number := self._announced(IDLE)) != DONE:
+            unit = self._units[number]
+            unit.allocate()
+            self.lane.run(unit.name, partial(self._fill, unit, f"the gather of unit {unit.name!r}")).wait()
+            unit.free()
+
+    def done(self) -> None:
+        """Ranks that follow need not any more."""
+        self._announced(DONE)
+
+    def leave(self) -> None:
+        """The step is given up: whoever waits for this rank's part of a unit is told."""
+        if self._group.size > 1 and not self._knows_who_left and not isinstance(self.lane.failed, PeerLost):
+            self.recover()
+            name = "leaving a step"
+            self.lane.submit(name, partial(self._announce, LEFT, name), awaited=False)
+        self._knows_who_left = False
+
+    def begin_step(self) -> None:
+        """A reduction begins."""
+        self._knows_who_left = False
 
     def recover(self) -> None:
         """Go on after a gather that failed, unless a rank was lost."""
-        for lane in (self.lane, self._here):
-            if lane.failed is not None and not isinstance(lane.failed, PeerLost):
-                lane.reset()
+        if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
+            self.lane.reset()
 
-    def _fetch(self, unit: Unit, parts: Sequence[Tensor] | None, computed: object) -> None:
-        """Fill ``parts``, by default the memory of the unit, of which no view outlives this."""
-        to_show = parts is None
-        parts = unit.parts() if parts is None else parts
-        size = sum(part.numel() * part.itemsize for part in parts)
-        recorder = self._recorder
+    def _gather(self, unit: Unit, computed: Any) -> None:
+        name = f"the gather of unit {unit.name!r}"
+        with self._stream.after(computed):
+            self._announce(unit.number, name)
+            self._fill(unit, name)
+
+    def _fill(self, unit: Unit, name: str) -> None:
+        size = unit.flat.numel() * unit.flat.itemsize
         with (
-            recorder.span(PARAMETER_GATHER, lane="communication", num_bytes=size, bucket=unit.number),
-            self._stream.after(computed),  # type: ignore[arg-type]
+            self._recorder.span(PARAMETER_GATHER, lane="communication", num_bytes=size, bucket=unit.number),
             torch.no_grad(),
         ):
-            self._source.fetch(unit.number, parts, f"the gather of unit {unit.name!r}")
-            if to_show:
-                unit.arrange()
+            unit.cast()
+            self._all_gather(unit.flat, name)
+
+    def _all_gather(self, flat: Tensor, name: str) -> None:
+        """Every rank's part of ``flat`` is in its place."""
+        group = self._group
+        if group.size == 1:
+            return
+        whole = flat.view(torch.uint8)
+        parts = whole.split(len(whole) // group.size)
+        if group.prefers_messages and flat.device.type == "cpu":
+            messages = Messages(group.pg, group.ranks)
+            group.run(lambda: perform(direct.all_gather, parts, messages), name)
+        else:
+            group.all_gather(whole, parts[group.rank], name)
+
+    def _announced(self, mine: int) -> int:
+        """What the ranks that are not idle announce, while this one announces ``mine``."""
+        found: list[int] = []
+        name = "the announcement of a gather"
+        self.lane.run(name, lambda: found.append(self._announce(mine, name))).wait()
+        return found[0]
+
+    def _announce(self, mine: int, name: str) -> int:
+        group = self._group
+        if group.size == 1:
+            return mine
+        rows = group.all_gather_bytes(mine.to_bytes(8, "little", signed=True), name, lengths=[8] * group.size)
+        said = [int.from_bytes(row, "little", signed=True) for row in rows]
+        if LEFT in said:
+            self._knows_who_left = True
+            if mine == LEFT:
+                return LEFT
+            who = [str(rank) for rank, x in zip(group.ranks, said, strict=True) if x == LEFT]
+            raise Desync(f"rank {', '.join(who)} left the step early, and rank {group.global_rank} was in {name}")
+        others = {x for x in said if x != IDLE}
+        if len(others) > 1:
+            self._knows_who_left = True
+            lines = [f"rank {rank} gathers {self._describe(x)}" for rank, x in zip(group.ranks, said, strict=True)]
+            raise Desync(f"{'; '.join(lines)}: {SAME_ORDER}")
+        return others.pop() if others else DONE
+
+    def _describe(self, number: int) -> str:
+        words = {IDLE: "nothing (it has no micro-batch)", DONE: "nothing any more"}
+        return words.get(number) or f"unit {self._units[number].name!r}"
+
+
+class UnitHooks:
+    """Brings units where forward and backward need them, by hooks on the modules of the units.
+
+    forward     a module of a unit begins: gather, show; the unit before is freed; prefetch the next one
+    backward    the gradient of a module's output comes: the same, in the order of backward
+    the end     of a forward without gradients, or of backward: everything is freed
+
+    Units of the whole module, the root, stay from forward to the end of backward, and so does the last unit of
+    forward, which backward needs first. A unit is not freed in backward before all its gradients have come
+    (``closed``). What a backward with ``create_graph`` has gathered stays until the next backward has ended,
+    whose graph needs it.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], gathers: Gathers, *, reshard: bool) -> None:
+        self.module, self._gathers, self._reshard = module, gathers, reshard
+        self._units: dict[nn.Module, list[Unit]] = {module: []}
+        for unit in units:
+            self._units.setdefault(unit.module, []).append(unit)
+        self._next: tuple[dict[Any, nn.Module], dict[Any, nn.Module]] = {}, {}  # in forward, in backward
+        self._last: nn.Module | None = None  # which came last, in this forward or backward
+        self._running: Counter[nn.Module] = Counter()  # calls that have not returned
+        self._here: dict[nn.Module, None] = {}  # whose units are gathered, or are on their way
+        self._closed: set[int] = set()  # units whose gradients have all come, by number
+        self._in_backward = False
+        self._stays = False  # a graph needs what this backward has gathered
+        self._pinned: set[nn.Module] = set()  # whose weights such a graph needs
+        self._on_gradient = weakly(self._reached)
+        enter, leave = weakly(self._enter), weakly(self._leave)
+        self.hooks: list[Any] = []
+        for m in self._units:
+            self.hooks.append(m.register_forward_pre_hook(Hook(enter), prepend=True))
+            self.hooks.append(m.register_forward_hook(Hook(leave), always_call=True))
+
+    def closed(self, unit: Unit) -> None:
+        """All gradients of ``unit`` have come, of the open micro-batch."""
+        self._closed.add(unit.number)
+
+    def ended(self) -> None:
+        """Backward has ended, or will not: no weights are needed any more."""
+        if not (self._in_backward or self._running):
+            return
+        self._in_backward, self._last = False, None
+        self._closed.clear()
+        self._running.clear()
+        self._pinned = {*self._here} if self._stays else set()
+        self._stays = False
+        for m in list(self._here):
+            self._free(m)
+
+    def _enter(self, m: nn.Module, args: Any) -> None:
+        """The forward of ``m`` begins."""
+        backward = is_in_backward()
+        if m is self.module and not backward:
+            if self._in_backward or self._running:  # it raised
+                self.ended()
+            self._gathers.recover()
+            self._last = None
+        self._use(m, backward=backward)
+        self._running[m] += 1
+
+    def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
+        """The forward of ``m`` has ended, or was left by an exception."""
+        if self._running[m]:
+            self._running[m] -= 1
+        watched = False
+        if torch.is_grad_enabled() and not is_inside_transform():
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf:
+                    x.register_hook(partial(self._on_gradient, m))
+                    watched = True
+        if is_in_backward() or self._running[m]:
+            return
+        for unit in self._units[m]:
+            if (name := unit.hide()) is not None:
+                unit.free()
+                raise RuntimeError(
+                    f"parameter {name!r} was written to in forward, which is lost when its gathered weights go: "
+                    "keep what forward changes in a buffer, or write between steps, inside instep.gathered(module)"
+                )
+        if m is self.module:
+            stay = {m, self._last} if watched and self._reshard else set(self._here) if watched else set()
+            for other in [other for other in self._here if other not in stay]:
+                self._free(other)
+
+    def _reached(self, m: nn.Module, gradient: Tensor) -> None:
+        """Backward has come to an output of ``m``."""
+        if not self._in_backward:
+            self._in_backward, self._last = True, None
+            self._gathers.recover()
+            torch.autograd.Variable._execution_engine.queue_callback(weakly(self.ended))
+        self._stays = torch.is_grad_enabled()  # with create_graph
+        self._use(m, backward=True)
+
+    def _use(self, m: nn.Module, *, backward: bool) -> None:
+        """The weights of ``m`` have to be here."""
+        following = self._next[backward]
+        if m is not self._last:
+            if self._last is not None:
+                following[self._last] = m
+            self._last = m
+            stay = {m, following.get(m), self.module}
+            for other in list(self._here):
+                if other not in stay and not self._running[other] and self._is_over(other, backward=backward):
+                    self._free(other)
+        self._here[m] = None
+        self._require_values(self._units[m])
+        self._gathers.need(self._units[m])
+        if (after := following.get(m)) is not None and after not in self._here:
+            self._here[after] = None
+            self._gathers.begin(self._units[after])
+
+    def _is_over(self, m: nn.Module, *, backward: bool) -> bool:
+        if not backward:
+            return self._reshard or not torch.is_grad_enabled()
+        return all(unit.number in self._closed or not unit.trainable for unit in self._units[m])
+
+    def _free(self, m: nn.Module) -> None:
+        for unit in self._units[m]:
+            unit.hide()
+            if m not in self._pinned:
+                unit.free()
+        if m not in self._pinned:
+            self._here.pop(m, None)
+
+    @staticmethod
+    def _require_values(units: Iterable[Unit]) -> None:
+        for unit in units:
+            if not unit.has_values:
+                raise ValueError(
+                    f"parameter {unit.names[0]!r} was on the meta device and has no values yet: call "
+                    "materialise() on every rank, or load a checkpoint; under `instep run` it gets them where "
+                    "the loop over run.steps begins"
+                )
 
 
 def is_inside_transform() -> bool:
-    """Whether a transform runs this code that would wrap new tensors; in some 100 ns."""
+    """Whether a transform of torch.func runs this code that would wrap new tensors; in some 100 ns."""
     levels = _functorch.get_interpreter_stack()
     return levels is not None and any(level.key() != VMAP for level in levels)
 
 
-def require_outside_transform(unit: str, names: Sequence[str]) -> None:
-    """Raise ``RuntimeError`` if the weights of a unit, called ``names``, would come or go in a transform."""
+def require_outside_transform(unit: Unit) -> None:
+    """Raise ``RuntimeError`` if the weights of ``unit`` would be gathered in a transform."""
     if is_inside_transform():
         raise RuntimeError(
-            f"weights of unit {unit!r} ({', '.join(names)}) were needed inside of a transform of torch.func "
-            "(grad, vjp, jacrev, jvp), where they cannot be gathered: use stage=2 without compute_dtype; or "
-            "use the transform in the forward of one module that has all weights it needs and is one unit "
-            "(units=[...]), with reshard_after_forward=False"
+            f"weights of unit {unit.name!r} ({', '.join(unit.names)}) were needed inside of a transform of "
+            "torch.func (grad, vjp, jacrev, jvp), where they cannot be gathered: use DataParallel and "
+            "ShardedOptimizer for this module"
         )

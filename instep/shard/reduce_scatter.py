@@ -39,13 +39,11 @@ from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.reduce.exchange import OrderedAllReduce, mean_scale
 from instep.reduce.header import Header
-from instep.reduce.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
+from instep.reduce.node_format import IN_FLOAT32, NodeFormat, Stretch
 from instep.reduce.tree import Node, Sum, plan_sum
-from instep.shard.flat_parameters import FlatParameters
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
-from instep.shard.unit import Divided
-from instep.state.homes import ParameterShard
+from instep.shard.unit import Unit
 
 NUM_BUFFERS = 2  # for units on their way: one is filled while the other is read
 
@@ -104,13 +102,13 @@ def _part(memory: Tensor, bucket: SlicedBucket) -> Tensor:
 
 @dataclass
 class SlicedBucket(Bundle):
-    """The gradients of the parameters of one ``space``, of which this rank keeps its slice.
+    """The gradients of the parameters of one ``unit``, of which this rank keeps its slice.
 
     At construction: no memory. In a step: partial sums are ``kept``, ``num_kept`` of them now; the last one,
     number 0, becomes the reduced gradient, in the dtype of the weights in ``reduced``.
     """
 
-    space: FlatParameters
+    unit: Unit
     rank: int
     value_dtype: torch.dtype
     replicate_group: Group | None = None  # None where there is one shard group
@@ -118,22 +116,19 @@ class SlicedBucket(Bundle):
     num_kept: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        layout = self.space.layout
+        layout = self.unit.layout
         self._factor = 2 if self.value_dtype.is_complex else 1
         self.slice_length = layout.slice_length * self._factor
         self.nodes = self.nodes_format.of_bucket(
             self.stretches, self.slice_length, layout.num_ranks, self.dtype, self.device
         )
-        self.unrounded = BucketNodes(self.slice_length, layout.num_ranks, self.dtype)
         self._across = None if self.replicate_group is None else self._make_across(self.replicate_group)
         self._memory: list[Tensor] = []
         self.kept: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
-        self._offsets = {
-            id(p): offset for p, offset in zip(self.space.parameters, layout.offsets, strict=True)
-        }
-        self._strides = [self.space.strides_in_flat(i) for i in range(len(self.slots))]
-        self._pieces: dict[int, tuple[ParameterShard, Tensor]] = {}  # by the identity of the former
+        held_at = {id(x.parameter): x for x in self.unit.held}
+        self._held = [held_at.get(id(p)) for p in self.unit.parameters]
+        self._pieces: list[Tensor] = []
 
     @cached_property
     def reduced(self) -> Tensor:
@@ -147,23 +142,23 @@ class SlicedBucket(Bundle):
 
     @staticmethod
     def of(
-        space: Divided,
+        unit: Unit,
         index: int,
         positions: Sequence[int],
         rank: int,
         replicate_group: Group | None = None,
         nodes: NodeFormat = IN_FLOAT32,
     ) -> SlicedBucket:
-        """A bucket for ``space``, whose parameters have these ``positions`` in the module."""
-        value_dtype = space.dtype
+        """A bucket for ``unit``, whose parameters have these ``positions`` in the module."""
+        value_dtype = unit.dtype
         factor = 2 if value_dtype.is_complex else 1
         slots = [
             Slot(position, offset * factor, num_real(p), p.shape, p.dtype.is_complex)
-            for position, offset, p in zip(positions, space.layout.offsets, space.parameters, strict=True)
+            for position, offset, p in zip(positions, unit.layout.offsets, unit.whole, strict=True)
         ]
-        device = space.parameters[0].device
+        dtype = wire_dtype(value_dtype)
         return SlicedBucket(
-            index, slots, wire_dtype(value_dtype), device, space, rank, value_dtype, replicate_group, nodes
+            index, slots, dtype, unit.device, unit, rank, value_dtype, replicate_group, nodes
         )
 
     def begin_nodes(self, *key: int) -> None:
@@ -178,38 +173,31 @@ class SlicedBucket(Bundle):
 
     @property
     def num_elements(self) -> int:
-        return self.space.layout.num_elements * self._factor
+        return self.unit.layout.num_elements * self._factor
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         address = buffer.data_ptr()
         if address not in self._views:
-            self._views[address] = [
-                self._view(buffer, slot, strides)
-                for slot, strides in zip(self.slots, self._strides, strict=True)
-            ]
+            self._views[address] = [self._view(buffer, slot) for slot in self.slots]
         return self._views[address]
 
     def own(self, buffer: Tensor) -> Tensor:
         """This rank's slice of a whole ``buffer``."""
         return buffer[self.first : self.first + self.slice_length]
 
-    def range_of(self, held: ParameterShard) -> slice:
-        """Where the piece lies in the slice, in real elements."""
-        offset = self._offsets[id(held.parameter)] - self.rank * self.space.layout.slice_length
-        return slice((offset + held.first) * self._factor, (offset + held.last) * self._factor)
-
-    def piece(self, held: ParameterShard) -> Tensor:
-        """The reduced gradient of ``held.tensor``, in its dtype and shape."""
-        known = self._pieces.get(id(held))
-        if known is not None and known[0] is held:
-            return known[1]
-        with torch.inference_mode(False):
-            flat = self.reduced[self.range_of(held)]
-            if self._factor == 2:
-                flat = torch.view_as_complex(flat.view(-1, 2))
-            found = flat.as_strided(held.tensor.shape, held.tensor.stride()) if held.is_whole else flat
-        self._pieces[id(held)] = held, found
-        return found
+    def pieces(self) -> list[Tensor]:
+        """The reduced gradient of this rank's shard of each slot, in its dtype and shape."""
+        if not self._pieces:
+            with torch.inference_mode(False):
+                begin = self.rank * self.unit.layout.slice_length
+                for held, offset in zip(self._held, self.unit.layout.offsets, strict=True):
+                    first, last = (0, 0) if held is None else (held.first, held.last)
+                    at = 0 if held is None else offset + first - begin
+                    flat = self.reduced[at * self._factor : (at + last - first) * self._factor]
+                    if self._factor == 2:
+                        flat = torch.view_as_complex(flat.view(-1, 2))
+                    self._pieces.append(flat if held is None else flat.view(held.held_shape))
+        return self._pieces
 
     def keep(self, number: int) -> Tensor:
         """Memory for partial sum ``number``."""
@@ -258,11 +246,11 @@ class SlicedBucket(Bundle):
             return self._across.home
         return segment.elements(self.dtype).zero_()
 
-    def _view(self, buffer: Tensor, slot: Slot, strides: tuple[int, ...]) -> Tensor:
+    def _view(self, buffer: Tensor, slot: Slot) -> Tensor:
         flat = buffer[slot.offset : slot.offset + slot.length]
         if slot.is_complex:
             flat = torch.view_as_complex(flat.view(-1, 2))
-        return flat.as_strided(slot.shape, strides)
+        return flat.view(slot.shape)
 
 
 class ReduceScatter(OrderedAllReduce):
@@ -286,14 +274,10 @@ class ReduceScatter(OrderedAllReduce):
         by_group: Sequence[range],
         *,
         is_last: bool,
-        carried: Sequence[slice] = (),
     ) -> None:
         """Add this rank's slice of a round's micro-batches, which are in staging buffer ``number``.
 
         In the last round the sum, over all shard groups, becomes the mean; ``by_group`` are their leaves.
-        ``carried`` are the parts of the
-        slice whose reduced gradient of before counts as a part of every micro-batch, as if ``.grad`` had
-        accumulated it.
 
         Raises:
             Desync, PeerLost, ValueError: as ``OrderedAllReduce.run``.
@@ -305,34 +289,19 @@ class ReduceScatter(OrderedAllReduce):
             "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         ):
             if turn.senders:
-                whole = not header.num_carried
-                self._take(bucket, number, turn, None if self._across else scale, carried, name, whole=whole)
+                self._take(bucket, number, turn, None if self._across else scale, name)
             if self._across is not None and scale is not None:
                 self._add_replicas(self._across, bucket, header.num_leaves, turn, by_group, scale, name)
 
     def _take(
-        self,
-        bucket: SlicedBucket,
-        number: int,
-        turn: Round,
-        scale: float | None,
-        carried: Sequence[slice],
-        name: str,
-        *,
-        whole: bool,
+        self, bucket: SlicedBucket, number: int, turn: Round, scale: float | None, name: str
     ) -> None:
-        """Add this rank's slice of the micro-batches of its shard group.
-
-        They are leaves if ``whole``; else what was carried is still to be added, and they are rounded after.
-        """
+        """Add this rank's slice of the micro-batches of its shard group."""
         shown = self.staging.by_rank(number, bucket)
         if shown is None:
-            values = self._receive_slices(bucket, number, turn, name, as_leaves=whole)
+            values = self._receive_slices(bucket, number, turn, name)
         else:
             values = [bucket.own(shown[sender]) for sender in turn.senders]
-        for part in carried:
-            _add_before(bucket.reduced[part], [value[part] for value in values])
-        if shown is not None or not whole:
             for value, leaf in zip(values, turn.leaves, strict=True):
                 bucket.nodes.round(value, (leaf, leaf + 1), bucket.first)
         _add_up(bucket, values, turn, scale)
@@ -357,10 +326,10 @@ class ReduceScatter(OrderedAllReduce):
         bucket.num_kept = 1
 
     def _receive_slices(
-        self, bucket: SlicedBucket, number: int, turn: Round, name: str, *, as_leaves: bool
+        self, bucket: SlicedBucket, number: int, turn: Round, name: str
     ) -> list[Tensor]:
-        """This rank's slice of every sender's micro-batch, by message, in the format of nodes or as it is."""
-        group, nodes = self._shard_group, bucket.nodes if as_leaves else bucket.unrounded
+        """This rank's slice of every sender's micro-batch, by message, in the format of nodes."""
+        group, nodes = self._shard_group, bucket.nodes
         size, rank, length = group.size, group.rank, nodes.wire_length
         received = self.transport.scratch.take(len(turn.senders) * length, nodes.wire_dtype, bucket.device)
         splits = [length if r in turn.senders else 0 for r in range(size)]
@@ -414,10 +383,3 @@ def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: 
                 home[piece].copy_(terms[value])
             if scale is not None and bucket.reduced is not home:
                 bucket.reduced[piece].copy_(home[piece])
-
-
-def _add_before(carried: Tensor, values: Sequence[Tensor]) -> None:
-    """Each of ``values`` becomes what ``.grad`` would be, had it held ``carried`` before: in its dtype."""
-    before = carried.clone()
-    for value in values:
-        value.copy_(before + value.to(before.dtype))

@@ -37,10 +37,16 @@ class ParameterShard:
     first: int
     last: int
     tensor: Tensor
+    shape: torch.Size  # of all of the parameter
 
     @property
     def is_whole(self) -> bool:
-        return self.last - self.first == self.parameter.numel()
+        return self.last - self.first == self.shape.numel()
+
+    @property
+    def held_shape(self) -> torch.Size:
+        """Of ``tensor``, also while it has no memory."""
+        return self.shape if self.is_whole else torch.Size([self.last - self.first])
 
     def part_of(self, x: Tensor) -> Tensor:
         """The same elements of ``x``, which has the parameter's shape, laid out as ``tensor``; a view where
