@@ -29,7 +29,7 @@ from instep.mesh.join import warn_of_default_threads
 from instep.reduce.placeholder import slices_of
 from instep.rng.attributes import contents, own_attributes, within
 from instep.rng.keys import LeafKeys
-from instep.step.first_inputs import FirstInputs
+from instep.step.input_digest import InputWatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
@@ -145,8 +145,8 @@ class DeclaredStep:
         self.counters = Counters(module)
         self.statistics = RunningStatistics(reducer.group, reducer.lane)
         self.written = WrittenWeights()
-        self.inputs = FirstInputs()
-        reducer.fed = weakly(self._fed)
+        self.inputs = InputWatch()
+        reducer.input_digest = weakly(self._input_digest)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._open: StepPlan | None = None  # of the step that is under way
@@ -159,8 +159,8 @@ class DeclaredStep:
             self._weight_taken = self.micro_batch.checked_weight()
             self.reducer.weight += self._weight_taken
 
-    def _fed(self) -> int:
-        return self.inputs.fed
+    def _input_digest(self) -> int:
+        return self.inputs.digest
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
