@@ -59,7 +59,7 @@ class Header(NamedTuple):
     declared_step: int = -1  # key of the random numbers of a declared step
     sampled: int = 0  # digest of a sample of the replicated weights (step/replica_watch.py)
     edited: int = 0  # digest of the number of writes to each since the last optimizer step
-    num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
+    num_running: int = 0  # norms whose running statistics follow (step/running_statistics.py)
     hooked: int = 0  # 1: the user's communication hook reduces, instead of the exchange
     op: int = REDUCE  # the operation, one of ``OPERATIONS``; a bucket follows ``REDUCE`` only
     data_position: int = -1  # of the data source of a declared step
@@ -110,7 +110,7 @@ AGREED = {
         "accumulates into {} existing gradients",
         "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
     ),
-    "num_running": ("has running statistics of {} buffers", "Track them on every rank, or on none"),
+    "num_running": ("has running statistics of {} norms", "Track them on every rank, or on none"),
 }
 _VALUES: Mapping[str, Mapping[int, str]] = {
     "op": OPERATIONS,

@@ -105,7 +105,7 @@ class Backward:
             called.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
             called.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
-            declared.statistics.handles,
+            declared.statistics,
             *self._gradient_hooks,
         ]
 

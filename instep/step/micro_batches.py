@@ -210,7 +210,7 @@ class DeclaredStep:
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start(plan.num_leaves)
-            num_running = self.statistics.begin(self.registry.named_modules)
+            num_running = self.statistics.begin(m for _, m in self.registry.named_modules)
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
@@ -463,8 +463,8 @@ def _is_zero(gradient: Tensor) -> bool:
 def changed_buffer(name: str) -> ValueError:
     """What to raise when forward has changed buffer ``name``."""
     return ValueError(
-        f"forward changed buffer {name!r} in a declared step, and not by a norm that can be told apart (of "
-        "torch's classes, not compiled): its values would depend on which rank had which micro-batch. Change "
-        "it by F.batch_norm in a module that names it in running_statistics, keep it in eval() mode, use "
-        "GroupNorm or LayerNorm, or train with plain backward outside of micro_batches()"
+        f"forward changed buffer {name!r} in a declared step: its values would depend on which rank had "
+        "which micro-batch. Only the running statistics of torch's own norms, not compiled, may change: keep "
+        "the layer in eval() mode, use GroupNorm or LayerNorm, or train with plain backward outside of "
+        "micro_batches()"
     )
