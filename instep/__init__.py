@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from instep.replicate.wrapper import DataParallel
     from instep.rng.keys import initialize
     from instep.run.script_run import Run
-    from instep.shard.fully import full_state_dict, fully_shard
+    from instep.shard.fully import full_state_dict, fully_shard, gathered
     from instep.shard.optimizer import ShardedOptimizer
     from instep.timeline.trace import trace
 
@@ -43,6 +43,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "gather",
+    "gathered",
     "get",
     "init",
     "initialize",
@@ -63,6 +64,7 @@ _HOMES = {
     "clip_grad_norm_": "instep.reduce.norm",
     "full_state_dict": "instep.shard.fully",
     "fully_shard": "instep.shard.fully",
+    "gathered": "instep.shard.fully",
     "gather": "instep.reduce.evaluation",
     "get": "instep.mesh.mesh",
     "init": "instep.mesh.join",

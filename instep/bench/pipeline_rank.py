@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from instep.bench.saved_bytes import saved_beside
 from instep.bench.steps_rank import DROPPED, order
 from instep.bench.worlds import World
 from instep.events import PIPELINE
@@ -32,7 +33,6 @@ from instep.pipeline.actions import FORWARD, SPANS
 from instep.pipeline.pipeline import Pipeline
 from instep.pipeline.schedules import generate
 from instep.rng.keys import initialize
-from instep.shard.saved_memory import saved_beside
 from instep.step.micro_batches import MicroBatch
 
 SEED = 0

@@ -36,6 +36,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.bench.hosts import INTERFACE
+from instep.bench.saved_bytes import saved_beside
 from instep.bench.thread_clock import ThreadClock, times_now
 from instep.bench.variants import (
     NONE,
@@ -53,7 +54,7 @@ from instep.events import Event
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.net.device import peak_bytes, synchronize
 from instep.recipes.memory_estimate import formula
-from instep.run.memory_usage import MemoryUsage, activations, memory_usage
+from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.timeline.intervals import total_ns, union
 
 DROPPED = 2
@@ -232,14 +233,13 @@ def memory_columns(
     kept = [each["activations"] for each in needed if each["activations"] is not None]
     peaks = [each["on_gpu"] for each in needed if each.get("on_gpu") is not None]
     processes = [ResidentMemory(**each["resident"]) for each in needed if each["resident"]]
-    stage, one_copy = one.kind.stage, one.kind.one_copy
+    stage = one.kind.stage
     said = formula(
         workload.config,
         workload.num_moments,
         workload.batch,
         stage=stage,
         ranks=len(needed),
-        one_copy=one_copy,
     )
     purposes = {
         f"{purpose}(MB)": max((asdict(each)[purpose] for each in counts), default=None)
@@ -274,4 +274,8 @@ def _activations(shared: SharedModel, runner: Runner, one: Variant) -> int | Non
     if batch is None:
         return None
     module = shared.copy(checkpoint=one.checkpoint)
-    return activations(module, lambda: shared.loss(module, batch, autocast=one.autocast), [batch])
+    saved = saved_beside(module, [batch])
+    devices = {x.device for x in module.parameters() if x.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), saved.watch():
+        shared.loss(module, batch, autocast=one.autocast)
+    return saved.peak

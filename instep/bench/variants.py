@@ -263,21 +263,18 @@ Runner = TrainingLoop | ServerLoop | BareTransfer | IdleRank
 
 @dataclass(frozen=True)
 class ShardStage:
-    """What is divided, and whether weights that are not are there once per host."""
+    """What is divided."""
 
     stage: int
-    one_copy: bool = False
 
     @property
     def label(self) -> str:
-        return f"stage {self.stage}{', one copy' if self.one_copy else ''}"
+        return f"stage {self.stage}"
 
 
 SHARD_STAGES: Mapping[str, ShardStage] = {
     "stage1": ShardStage(1),
-    "stage1-one-copy": ShardStage(1, one_copy=True),
     "stage2": ShardStage(2),
-    "stage2-one-copy": ShardStage(2, one_copy=True),
     "stage3": ShardStage(3),
 }
 
@@ -326,11 +323,10 @@ def sharded_model(
         model: Any = fully_shard(module, group, stage=3, device=device)
         model.materialise(seed=SEED)
     elif kind.stage == 2:
-        model = fully_shard(full_model(config).to(device), group, stage=2, one_copy=kind.one_copy)
+        model = fully_shard(full_model(config).to(device), group, stage=2)
     else:
         model = DataParallel(full_model(config).to(device), process_group=group, init_sync=False)
-    one_copy = kind.one_copy and kind.stage == 1
-    return model, ShardedOptimizer(model.parameters(), optimizer, group, one_copy=one_copy, **options)
+    return model, ShardedOptimizer(model.parameters(), optimizer, group, **options)
 
 
 @dataclass(frozen=True)
@@ -486,8 +482,7 @@ WORKER_VARIANTS = (
 )
 # On one host, if they are asked for: each needs memory for weights of its own.
 SHARDED_VARIANTS = (
-    *(Variant(strategy, "gloo") for strategy, kind in SHARD_STAGES.items() if not kind.one_copy),
-    *(Variant(strategy, "shm") for strategy in SHARD_STAGES),
+    *(Variant(strategy, backend) for backend in ("gloo", "shm") for strategy in SHARD_STAGES),
 )
 # On one host, if they are asked for.
 DECLARED_VARIANTS = tuple(

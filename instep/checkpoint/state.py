@@ -39,6 +39,7 @@ from instep.state.homes import (
     home,
     homes,
     offered,
+    shape_of,
     undivided,
     unwrapped,
 )
@@ -299,7 +300,7 @@ class TrainingState:
             if key.startswith(OPTIONS):
                 yield Shard.whole(full, nothing, tuple(range(self.everyone.size)), None)
             elif (x := kept.get(name)) is not None:
-                is_moment = stored.shape == tuple(x.parameter.shape) and stored.shape
+                is_moment = stored.shape == tuple(x.shape) and stored.shape
                 value = nothing.view(-1)[x.first : x.last] if is_moment and not x.is_whole else nothing
                 yield self._moment(full, x, value, (places[name], key))
             elif name in unstepped:
@@ -311,7 +312,7 @@ class TrainingState:
 
     def _moment(self, full: str, x: ParameterShard, value: Tensor, order: Order) -> Shard:
         """``value``, which an optimizer keeps for ``x``: cut as that is, or one for all of the parameter."""
-        if value.shape == x.tensor.shape and not x.is_whole:
+        if value.shape == x.held_shape and not x.is_whole:
             return self._of_parameter(full, x, value, order, self._stepped_in(x.parameter))
         return Shard.whole(full, value, self._holders(x.parameter), order)
 
@@ -331,7 +332,7 @@ class TrainingState:
         """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
         assert there is not None
         have = holders(there, x.parameter, [there.group.rank], self.everyone)
-        shape = tuple(x.parameter.shape)
+        shape = tuple(x.shape)
         return Shard(name, shape, value.dtype, x.first, x.last, order, None, value, have)
 
     def _holders(self, parameter: Tensor) -> tuple[int, ...]:
@@ -384,7 +385,7 @@ class TrainingState:
                 given[f"{key}/{name}"] = shard.tensor
             else:
                 x = self.steps.held[numbers[name]]
-                is_moment = shard.is_whole and shard.shape == tuple(x.parameter.shape)
+                is_moment = shard.is_whole and shard.shape == tuple(x.shape)
                 states[numbers[name]][key] = x.part_of(shard.tensor) if is_moment else shard.tensor
         self.steps.load(states, list(_saved_groups(self.optimizer, given, options)))
         for number, state in states.items():
@@ -410,11 +411,7 @@ class TrainingState:
         found = source.layout(MODEL)
         expected = {}
         for name, x in self._state_dict().items():
-            there, dtype = home(x), x.dtype
-            if there is not None and not there.resident:  # what it shows may have another dtype
-                stored = found[firsts[name]][1] if firsts[name] in found else dtype
-                dtype = next((held.tensor.dtype for held in there.held if held.parameter is x), stored)
-            expected[name] = (tuple(x.shape), dtype)
+            expected[name] = (tuple(shape_of(x)), x.dtype)
         tensors.require_layout(found, expected, firsts)
 
     def _require_optimizer(self, options: Json, layout: Layout) -> None:

@@ -7,6 +7,7 @@ fill their own, on the module's. Layer by layer, so that of what others have one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -50,23 +51,26 @@ class UnfilledLayer:
     device: torch.device
     names: list[str] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
-    materialised: bool = False
 
-    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
-        return self.home.strides_of(parameter)
+    @property
+    def shapes(self) -> list[torch.Size]:
+        return [p.shape for p in self.parameters]
 
-    def begin_use(self) -> None:
-        """Nothing depends on what they show until now."""
+    @contextmanager
+    def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
+        for p, value in zip(self.parameters, values, strict=True):
+            p.data = value
+        try:
+            yield
+        finally:
+            for p in self.parameters:
+                if not self.home.holds(p):
+                    hide(p)
 
     def keep(self, i: int, values: Tensor) -> None:
         p = self.parameters[i]
-        if self.home.holds(p) and p.data_ptr() != values.data_ptr():
+        if self.home.holds(p):
             p.detach().copy_(values)
-
-    def hide(self) -> None:
-        for p in self.parameters:
-            if not self.home.holds(p):
-                hide(p)
 
 
 def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledLayer]:

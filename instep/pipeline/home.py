@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from instep.hook import Hook
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
-from instep.shard.unit import give_value
+from instep.shard.unit import become
 from instep.state.alignment import align
 from instep.state.homes import DividedOptimizer, Home, ParameterShard, dense_strides, undivided
 
@@ -61,9 +61,9 @@ class PipelineHome(Home):
         )
         for p in self.parameters:
             if p.is_meta:
-                give_value(p, _nan(p, replicas.device))
+                become(p, _nan(p, replicas.device))
         here = [p for p in self.parameters if self.holds(p)]
-        self.held = [ParameterShard(p, 0, p.numel(), p) for p in here]
+        self.held = [ParameterShard(p, 0, p.numel(), p, p.shape) for p in here]
 
     def release(self) -> None:
         """Keep no values of what other ranks have."""

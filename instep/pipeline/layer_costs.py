@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.bench.saved_bytes import saved_beside
 from instep.events import Event
 from instep.net.agree import all_or_none, all_tell, on_first_rank
 from instep.net.device import generators, synchronize
@@ -33,7 +34,6 @@ from instep.pipeline.layers import Layer
 from instep.pipeline.proposal import CutProposal, RankTimes, propose, rank_times
 from instep.pipeline.stage import is_differentiable
 from instep.rng.generators import generators_of, global_generators, state_of
-from instep.shard.saved_memory import saved_beside
 
 REPETITIONS = 5
 

@@ -37,15 +37,12 @@ def formula(
     autocast: bool = False,
     stage: int = 0,
     ranks: int = 1,
-    one_copy: bool = False,
 ) -> dict[str, int | float]:
     """Bytes of one of ``ranks`` ranks with sharding of ``stage``, whose optimizer keeps ``moments`` floats
-    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``, which takes nothing where
-    ranks share memory. With ``one_copy`` all ranks are of one host, and a rank's share of the weights is what
-    each counts of them."""
+    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``."""
     size = FLOAT_BYTES * num_parameters(model)
     kept = {
-        "parameters": (1 if one_copy else 3, size),
+        "parameters": (3, size),
         "gradients": (2, size),
         "optimizer": (1, moments * size),
     }

@@ -73,7 +73,7 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
         model = pipeline(net, config, mesh, **options)
         model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
     elif layout.shard_stage >= 2:
-        options |= {"one_copy": layout.one_copy, "device": mesh.device}
+        options["device"] = mesh.device
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
         if layout.shard_stage == 3:
             model.materialise(seed=config.seed)
@@ -84,7 +84,7 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
         model = instep.DataParallel(net, process_group=mesh, init_sync=False, **options)
     groups = parameter_groups(net, config.optim.weight_decay)
     if layout.shard_stage:
-        return model, instep.ShardedOptimizer(groups, kind, mesh, one_copy=layout.one_copy, **settings)
+        return model, instep.ShardedOptimizer(groups, kind, mesh, **settings)
     optimizer: Any = kind(groups, **settings)
     if layout.strategy == "server":  # rank 0 steps for all
         model = instep.ParameterServer(net, optimizer, mesh, **options)

@@ -177,9 +177,6 @@ class ParallelConfig:
     cuts: str = "layers"
     """Where a pipeline is cut: as many layers in each stage; by cost, or by memory, which measure the layers;
     or the first layers of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
-    one_copy: bool = False
-    """The ranks of a host, or of a shard group, share one copy of the weights; with shard-stage 1 or 2, on
-    the shm backend."""
 
     @property
     def named_device(self) -> str | None:
@@ -500,16 +497,6 @@ def _check_sharding(config: Config) -> None:
         raise ValueError(
             f"parallel.shard_ranks {parallel.shard_ranks} with {named}, where nothing is divided: set "
             "parallel.shard_stage 1, 2 or 3, or leave shard_ranks out"
-        )
-    if parallel.one_copy and stage not in (1, 2):
-        raise ValueError(
-            f"parallel.one_copy with {named}: ranks that share the weights divide the optimizer's state, "
-            "and do not divide the weights; set parallel.shard_stage 1 or 2, or leave one_copy out"
-        )
-    if parallel.one_copy and parallel.backend not in ("auto", "shm"):
-        raise ValueError(
-            f"parallel.one_copy with parallel.backend {parallel.backend}, whose ranks share no memory: set "
-            "parallel.backend shm, with the ranks of a shard group on one host, or leave one_copy out"
         )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from instep.net.hang_report import Problem
 
-VERSION = 10
+VERSION = 11
 BITS = 62  # flags per int64 word
 _WORD = (1 << BITS) - 1
 NUM_WORDS = 4  # at least, in the place of flags
@@ -55,7 +55,7 @@ class Header(NamedTuple):
     launched_ns: int  # when the bucket was queued for its exchange
     left: int  # 1: this rank left the step early and sends nothing
     round: int = 0  # of the step, where each leaf travels on its own (shard/reducer.py)
-    num_carried: int = 0  # sharded parameters that accumulate into a gradient reduced before
+    update_digest: int = 0  # of the optimizers' steps of parameters in shards (shard/reducer.py)
     declared_step: int = -1  # key of the random numbers of a declared step
     sampled: int = 0  # digest of a sample of the replicated weights (step/replica_watch.py)
     edited: int = 0  # digest of the number of writes to each since the last optimizer step
@@ -106,9 +106,10 @@ AGREED = {
     "bucket": ("sends bucket {}", "Each rank must run the same number of synchronised backwards"),
     "num_elements": ("has a bucket of {} elements", "Wrap the same module and options on every rank"),
     "num_leaves": ("expects {} micro-batches in the step", "Pass micro_batches the same G on every rank"),
-    "num_carried": (
-        "accumulates into {} existing gradients",
-        "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
+    "update_digest": (
+        "has made updates with digest {}",
+        "Each rank must step the same sharded parameters with the same options (the learning rate for "
+        "instance), load a state if the others do, and write to weights if the others do",
     ),
     "num_running": ("has running statistics of {} norms", "Track them on every rank, or on none"),
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 from instep.events import Recorder
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.buckets import flat_real
+from instep.reduce.gradient_shard import by_owner, owner_of
 from instep.reduce.placeholder import by_slices, slices_elsewhere, slices_of
 
 
@@ -115,8 +116,10 @@ def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
 def grad_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over all ``gradients``: inf or nan if any element is. Collective if they are sharded."""
     gradients = list(gradients)
-    whole = [(x, slices_elsewhere(x)) for x in gradients if slices_of(x) is None]
+    whole = [(x, slices_elsewhere(x)) for x in gradients if slices_of(x) is None and owner_of(x) is None]
     squares = _square_sums([x for x, elsewhere in whole if elsewhere is None])
+    for owner, shards in by_owner(gradients):
+        squares += owner.square_sums(shards)
     for slices, members in by_slices(gradients):
         squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
     return math.sqrt(exact_sum(squares))

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.checkpoint.registered import Registered
-from instep.state.homes import Home, homes, offered, undivided
+from instep.state.homes import Home, homes, offered, shape_of, undivided
 
 Parts = Counter[tuple[str, int]]
 """Bytes, by what they are for and by the number of ranks that divide them."""
@@ -49,11 +49,11 @@ def state_bytes(registered: Registered) -> dict[str, int | float] | None:
             return None
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for shares, its in _by_shares(trained, lived_in).items():
-            parts["optimizer", shares] += round(each * sum(p.numel() for p in its))
+            parts["optimizer", shares] += round(each * sum(shape_of(p).numel() for p in its))
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for (purpose, ranks), whole in parts.items():
         found[purpose] += -(-whole // ranks)
-    size = sum(p.numel() for p in seen.values())
+    size = sum(shape_of(p).numel() for p in seen.values())
     per_parameter = round(sum(found.values()) / max(size, 1), 2)
     return {
         "bytes_per_parameter": int(per_parameter) if per_parameter.is_integer() else per_parameter,
@@ -91,8 +91,8 @@ def _add_parameter(parts: Parts, p: Tensor, there: Home | None, stage: int) -> N
         return
     # What is gathered may be of another type than the pieces that are stepped.
     kept = p if there is None or not there.held else there.held[0].tensor
-    nbytes = p.numel() * kept.itemsize
-    is_divided = there is not None and (there.one_copy or not there.resident)
+    nbytes = shape_of(p).numel() * kept.itemsize
+    is_divided = there is not None and not there.resident
     parts["parameters", ranks if is_divided else 1] += nbytes
     if p.requires_grad:
         parts["gradients", ranks if stage >= 2 else 1] += nbytes

@@ -10,18 +10,15 @@ counted, each once, for the first purpose that has it:
     buffers       of the module
     scratch       partial sums of several micro-batches, what waits to be sent, what an exchange receives
 
-Where the ranks of a host have one copy of the weights, each counts its slice of it: added up over the ranks,
-that is what the host has.
-
-Activations come and go: see ``shard/saved_memory.py``.
+Activations come and go, and are not counted.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +27,6 @@ from torch.optim import Optimizer
 
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.net.process_group import Group
-from instep.shard.saved_memory import parts_of, saved_beside
 from instep.state.homes import JoinedOptimizers, homes, offered
 
 if TYPE_CHECKING:
@@ -71,8 +67,11 @@ def memory_usage(
     there = list({id(x): x for x in there}.values())
     alone = (optimizer,) if isinstance(optimizer, Optimizer) else ()
     steppers = alone if divided is None else divided.locals
-    found = count(
-        parameters=[*module.parameters(), *(x.tensor for home in there for x in home.held)],
+    return count(
+        parameters=[
+            *module.parameters(),
+            *(x for home in there for x in (*(held.tensor for held in home.held), *home.gathered)),
+        ],
         gradients=[
             *(() if wrapped is None else wrapped.gradients()),
             *(p.grad for p in module.parameters() if p.grad is not None),
@@ -81,7 +80,6 @@ def memory_usage(
         buffers=module.buffers(),
         scratch=() if wrapped is None else wrapped.scratch(),
     )
-    return replace(found, parameters=found.parameters - sum(home.num_others_bytes for home in there))
 
 
 def count(**tensors: Iterable[Tensor]) -> MemoryUsage:
@@ -98,19 +96,6 @@ def count(**tensors: Iterable[Tensor]) -> MemoryUsage:
     return MemoryUsage(**found)
 
 
-def activations(module: nn.Module, forward: Callable[[], Tensor], inputs: Iterable[Tensor] = ()) -> int:
-    """Bytes that ``forward``, with ``module``, keeps for a backward that does not follow.
-
-    Called beside the training: random generators are as before, no gradient is touched. In backward there is
-    never more of it than at the end of forward. Parameters, buffers and ``inputs`` are kept anyway.
-    """
-    saved = saved_beside(module, inputs)
-    devices = {x.device for x in module.parameters() if x.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), saved.watch():
-        forward()
-    return saved.peak
-
-
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested dicts, lists and tuples."""
     if isinstance(tree, Tensor):
@@ -124,7 +109,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _add(ranges: Ranges, x: Tensor) -> None:
-    for part in parts_of(x):
+    for part in (x._indices(), x._values()) if x.is_sparse else (x,):
         storage = part.untyped_storage()
         if part.device.type != "meta" and storage.nbytes():
             first = storage.data_ptr()
@@ -149,7 +134,7 @@ def run_memory(training: ScriptTraining) -> dict[str, Any]:
 
     Collective over the world.
     """
-    counted = {**asdict(training.memory_usage()), "activations": training.activations()}
+    counted = asdict(training.memory_usage())
     found = everyone(training.mesh.world.group, {**counted, "formula": training.memory_estimate()})
     said = [row["formula"] for row in found["ranks"] if row["formula"] is not None]
     return {**found, "formula": max(said, key=_states, default=None)}
@@ -175,11 +160,7 @@ def everyone(group: Group, mine: Mapping[str, Any]) -> dict[str, Any]:
 def words(memory: Mapping[str, Any]) -> str:
     """A line for people about ``memory`` of ``summary.json``: of ranks that differ, the greatest figure."""
     rows = memory["ranks"]
-    others = [
-        f" + {_mb(most)} {name}"
-        for name in ("activations", "scratch", "buffers")
-        if (most := _most(rows, name))
-    ]
+    others = [f" + {_mb(most)} {name}" for name in ("scratch", "buffers") if (most := _most(rows, name))]
     text = _model_states(rows, memory["formula"]) + "".join(others)
     if resident := _most(rows, "resident_peak"):
         text += f"; {_mb(resident)} resident"

@@ -16,11 +16,11 @@ import torch
 from instep.checkpoint.registered import Registered
 from instep.reduce.tree import rank_major
 from instep.replicate.threads import ThreadedReplicas
-from instep.run.memory_formula import homes_of, stage_of
+from instep.run.memory_formula import stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
 from instep.run.summary import replicas
-from instep.state.homes import Wrapped, offered
+from instep.state.homes import Wrapped, offered, shape_of
 
 LISTED = 8  # ranks, whose shares are told one by one
 
@@ -70,7 +70,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     size, found = mesh.world_size, axes.get("shard", 1)
     lines = []
     if is_first:
-        num = sum(p.numel() for p in training.module.parameters())
+        num = sum(shape_of(p).numel() for p in training.module.parameters())
         name = getattr(getattr(_loader(registered), "dataset", None), "name", None)
         names = ", ".join([*registered.models, *registered.optimizers, *registered.others])
         data = f"{name}; " if isinstance(name, str) and name else ""
@@ -136,13 +136,10 @@ def _strategy(training: ScriptTraining, shard: int) -> str:
     order = "" if parallel.ordered else ", not ordered"
     stage = f", stage {parallel.shard_stage} of sharding" if parallel.shard_stage else ""
     stage += f" in shard groups of {shard} ranks" if parallel.shard_stage and shard > 1 else ""
-    copied = any(there.one_copy for there in homes_of(training.registered).values())
     if parallel.schedule:
         ranks = counted(training.mesh.axes.size("pp"), "rank")
         stage += f", pipelines of {ranks} ({parallel.schedule})"
-    return (
-        f"{parallel.strategy}{order}{stage}{', one copy of the weights' if copied else ''}{_nodes(training)}"
-    )
+    return f"{parallel.strategy}{order}{stage}{_nodes(training)}"
 
 
 def _nodes(training: ScriptTraining) -> str:

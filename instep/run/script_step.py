@@ -39,7 +39,6 @@ from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import BUBBLE_MS, Holds, Made
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
-from instep.shard.saved_memory import Saved
 from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
 
@@ -117,7 +116,6 @@ class StepWork:
         self._thread = threading.get_ident()
         self._is_open = False
         self._watching = ExitStack()
-        self._saved: Saved | None = None
         self.hashes: dict[str, GradientHashes] = {}  # of the last step that was watched, by reduction
         self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
         self._modes: list[str] = []
@@ -158,9 +156,6 @@ class StepWork:
         known = self.reduced if training.config.ledger.leaves else {}
         for key, reduction in (known | dict(watched)).items():
             self.hashes[key] = self._watching.enter_context(observe_reduction(reduction))
-        self._saved = training.watch_saved()
-        if self._saved is not None:
-            self._watching.enter_context(self._saved.watch())
         self._inject()
         self._watching.enter_context(self.search.watched())  # past what was injected
         self._strangers.begin()
@@ -185,9 +180,6 @@ class StepWork:
         """The block of the step is over; what ``then`` answers."""
         self._close()
         self.training.rank_state.holds = self._holds
-        if self._saved is not None:
-            self.training.counted(self._saved)
-            self._saved = None  # it holds what the parameters live in
         return then()
 
     def end(self, skipped: str | None) -> float:
@@ -229,7 +221,6 @@ class StepWork:
     def abandon(self) -> None:
         """The step has raised; nothing of it is counted."""
         self._close()
-        self._saved = None
 
     def skipped_by(self, error: BaseException | None) -> str | None:
         """Why the step was left without an update, if ``error`` says so."""

@@ -36,7 +36,6 @@ from instep.run.recovery import Built, send
 from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
 from instep.run.timing import Timing
 from instep.run.toml import to_toml
-from instep.shard.saved_memory import Saved, saved_beside
 from instep.state.hash import Sampled, SharedHash, bare
 from instep.state.homes import Wrapped, offered
 from instep.state.replicas import compare_replicas
@@ -84,7 +83,6 @@ class ScriptTraining:
         self._is_supervised = False  # by what was built, which is kept then
         self._is_wrapped = True  # over some mesh: first that which the script was built with
         self._built: Built | None = None
-        self._activations: int | None = None
         self._has_counted = False  # what autograd keeps, in the first step that this process has made
 
     # What it is made of.
@@ -350,19 +348,6 @@ class ScriptTraining:
         """What this rank holds, of all models and optimizers together."""
         models = list(self.registered.models.values())
         return memory_usage(self.module, self.state.optimizer, models[0] if len(models) == 1 else self.module)
-
-    def watch_saved(self) -> Saved | None:
-        """To count what autograd keeps of a step, as long as none was ``counted``."""
-        return None if self._has_counted else saved_beside(self.module)
-
-    def counted(self, saved: Saved) -> None:
-        """This is what was kept in a whole step."""
-        self._has_counted = True
-        self._activations = saved.peak or None if saved.is_complete else None
-
-    def activations(self) -> int | None:
-        """The most there was in the step that was counted; None where some was hidden, or none was seen."""
-        return self._activations
 
     def memory_estimate(self) -> dict[str, int | float] | None:
         """Of what is registered."""

@@ -44,8 +44,6 @@ from instep.net.process_group import Group
 from instep.shard.layout import LayoutRule, cut, keep_whole
 from instep.state import homes
 from instep.state.alignment import sharing
-from instep.state.replicas import compare_replicas
-from instep.state.shards import MODEL, Shard
 
 # These classes themselves: a subclass may do anything.
 ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
@@ -60,11 +58,7 @@ REFUSED: dict[type[Optimizer], str] = {
 SHARED = (
     "share memory, and sharding would separate them: make them one Parameter, or give each values of its own"
 )
-WRITTEN = "they were written to since the last step, and not alike on all ranks"
-WRITE_ALIKE = (
-    "With one_copy=True, as with replicas, every rank has to write the same to the weights between the same "
-    "two steps: undo it, or load a checkpoint on all ranks"
-)
+GUARDED, SEEN = "_instep_guards_state_dict", "_instep_seen_state"  # attributes of an optimizer
 
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
 
@@ -102,7 +96,7 @@ def require_shardable(optimizer_cls: object, options: Mapping[str, Any]) -> None
 
 
 def why_not_in_slices(optimizer_cls: type[Optimizer], options: Mapping[str, Any]) -> str | None:
-    """Why an optimizer with these ``options`` cannot step slices of parameters; None if it can."""
+    """Why an optimizer with these ``options`` cannot step shards of parameters; None if it can."""
     try:
         require_shardable(optimizer_cls, options)
     except ValueError as refused:
@@ -116,6 +110,72 @@ def why_not_in_slices(optimizer_cls: type[Optimizer], options: Mapping[str, Any]
     )
 
 
+def why_not_rounded_alike(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the bits of a step would depend on how parameters are cut; None if they do not.
+
+    At the end of each thread's part, torch's loops round some numbers of two bytes in another way than in
+    vectors, and where these ends are depends on how long a tensor is. Fused optimizers round all alike.
+    """
+    loops = (p for group in groups if not group.get("fused") for p in group["params"])
+    if torch.get_num_threads() == 1 or not any(p.itemsize == 2 and p.is_cpu for p in loops):
+        return None
+    return (
+        "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: pass "
+        "fused=True to the optimizer, or keep float32 weights, with fully_shard(compute_dtype=torch.bfloat16)"
+    )
+
+
+def describe_update(optimizer: Optimizer) -> str:
+    """What a step of ``optimizer`` is about to do: the same on all ranks."""
+    lines = [
+        f"{options_text(group)}; {[p.grad is not None for p in group['params']]}"
+        for group in optimizer.param_groups
+    ]
+    return "\n".join(lines)
+
+
+def guard_state_dict(optimizer: Optimizer) -> None:
+    """From now on ``optimizer.state_dict()`` raises: it would be this rank's part, and be taken for all."""
+    if GUARDED not in optimizer.__dict__:
+        optimizer.__dict__[GUARDED] = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.state_dict() of sharded parameters has this rank's part alone: save with "
+        "instep.save(dir, model=model, optimizer=optimizer), for any number of ranks, or step with "
+        "instep.ShardedOptimizer, whose state_dict() is whole"
+    )
+
+
+def require_state_of_shards(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` if moments were loaded that are not those of this rank's shards."""
+    if optimizer.__dict__.get(SEEN) is optimizer.state:
+        return
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != p.shape:
+                raise ValueError(
+                    f"optimizer.load_state_dict() was given {key!r} of shape {tuple(value.shape)} for a shard of "
+                    f"shape {tuple(p.shape)}: load with instep.load(dir, model=model, optimizer=optimizer), which "
+                    "cuts what was saved for any number of ranks"
+                )
+    optimizer.__dict__[SEEN] = optimizer.state
+
+
+def require_plain(name: str, p: Tensor) -> None:
+    """Raise ``ValueError`` unless the parameter called ``name`` can be cut."""
+    problem = None
+    if type(p) is not nn.Parameter:
+        problem = f"is a {type(p).__name__}: make it an nn.Parameter"
+    elif p.layout != torch.strided or not p.is_contiguous():
+        problem = "is not contiguous in memory (channels_last, transposed): make it so with .contiguous()"
+    elif p._backward_hooks or p._post_accumulate_grad_hooks:
+        problem = "has a hook, which its shard would never call: edit gradients after backward instead"
+    if problem is not None:
+        raise ValueError(f"parameter {name!r} cannot be sharded: it {problem}, or use DataParallel")
+
+
 def require_new(parameters: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` unless each trainable one of ``parameters`` can get memory of its own."""
     if len(set(map(id, parameters))) < len(parameters):
@@ -127,6 +187,12 @@ def require_new(parameters: Sequence[Tensor]) -> None:
         if p.layout != torch.strided or p.device.type == "meta":
             raise ValueError(
                 f"expected parameters in memory, got {p.layout} on {p.device}: materialise the module first"
+            )
+        if not p.is_contiguous():
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is not contiguous in memory (channels_last, "
+                "transposed), and would be cut across its order: make it so with .contiguous(), or use the "
+                "optimizer itself, unsharded"
             )
     if any(len(group) > 1 for group in sharing(homeless)):
         raise ValueError(f"two parameters {SHARED}")
@@ -183,27 +249,6 @@ def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], 
                 )
 
 
-def require_one_copy(parameters: Sequence[Tensor], group: Group) -> None:
-    """Raise ``ValueError`` unless all ranks of ``group`` can have the same memory for ``parameters``."""
-    if group.size == 1:
-        return
-    if group.backend != "shm":
-        raise ValueError(
-            f"one_copy=True needs ranks that share memory, and this group's backend is {group.backend!r}: "
-            'run all ranks on one host and make the group with backend "shm", or leave one_copy out'
-        )
-    for p in parameters:
-        home = homes.home(p)
-        if p.requires_grad and home is not None and home.replicas is None and not home.one_copy:
-            raise ValueError(
-                "one_copy=True, but fully_shard has given each rank a copy: pass one_copy=True to it instead"
-            )
-        if p.requires_grad and p.device.type != "cpu":
-            raise ValueError(
-                f"one_copy=True is for parameters in CPU memory, got one on {p.device}: leave one_copy out"
-            )
-
-
 def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> None:
     """Raise if a gradient cannot be stepped with; ``trainable`` are the identities of what can be.
 
@@ -224,17 +269,6 @@ def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> 
                     f"{_called(i, k, p)} has a sparse gradient: make the embedding with sparse=False, or "
                     "give its parameters to a torch.optim.SparseAdam beside this optimizer"
                 )
-
-
-def require_same_weights(groups: Sequence[Mapping[str, Any]], step: int, group: Group) -> None:
-    """Raise ``ReplicasDiffer``, on all ranks, unless the trainable weights have the same bits. Collective."""
-    every = tuple(range(group.size))
-    shards = []
-    for i, options in enumerate(groups):
-        names = options.get("param_names") or [f"{k} of group {i}" for k in range(len(options["params"]))]
-        trainable = [(name, p) for name, p in zip(names, options["params"], strict=True) if p.requires_grad]
-        shards += [Shard.whole(f"{MODEL}{name}", p, every) for name, p in trainable]
-    compare_replicas(shards, step, group, (WRITTEN, WRITE_ALIKE))
 
 
 def moved_error(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> ValueError:
@@ -305,17 +339,14 @@ def describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
         kind = "trainable" if p.requires_grad else "frozen"
         dtype = str(p.dtype).removeprefix("torch.")
         lines.append(
-            f"parameter {k} of group {index}{called}: shape {tuple(p.shape)}, {dtype}, {p.device.type}, "
+            f"parameter {k} of group {index}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, {p.device.type}, "
             f"{_layout(p)}, {kind}"
         )
     return lines
 
 
 def _layout(p: Tensor) -> str:
-    home = homes.home(p)
-    if home is None:
-        return f"strides {tuple(p.stride())}"
-    return f"strides {tuple(home.strides_of(p))}, divided among ranks"
+    return "in order" if homes.home(p) is None else "divided among ranks"
 
 
 def class_name(kind: object) -> str:

@@ -21,8 +21,8 @@ arXiv 1910.02054, sections 5.2 and 5.3; in place, by a class of its own, as in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -148,22 +148,6 @@ class FullySharded(WrappedOnce):
         finally:
             backward.sync = before
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the backwards of forwards from now on exchange gradients, as in torch's ``fully_shard``.
-
-        It is the switch behind ``no_sync``, and for all units at once.
-
-        Args:
-            requires_gradient_sync: True exchanges, as after sharding; False accumulates.
-
-        Example:
-            >>> model.set_requires_gradient_sync(False)
-            >>> loss_function(model(x[:4]), y[:4]).backward()
-            >>> model.set_requires_gradient_sync(True)
-            >>> loss_function(model(x[4:8]), y[4:8]).backward()  # exchanges the sum of both
-        """
-        self.sharding.backward.sync = requires_gradient_sync
-
     def sync_gradients(self) -> None:
         """Exchange what was accumulated since the last exchange; a second call does nothing. Collective.
 
@@ -204,21 +188,17 @@ class FullySharded(WrappedOnce):
         """
         self.sharding.materialise(init, seed)
 
-    def close(self, *, wait: bool = True) -> None:
-        """End the sharding; the module has its own class again. Stage 3 leaves it without values.
+    def close(self) -> None:
+        """End the sharding; the module has its own class again, and parameters stay this rank's shards.
 
-        Take ``full_state_dict`` before, if they are wanted. Optimizers over it are of no use any more.
-
-        Args:
-            wait: where weights travel in messages, until no other rank asks for this one's; False returns at
-                once, and they ask in vain.
+        Take ``full_state_dict`` before, if the weights are wanted.
 
         Example:
             >>> weights = instep.full_state_dict(model)
             >>> model.close()
         """
         sharding = self.sharding
-        sharding.close(wait=wait)
+        sharding.close()
         del self.__dict__[KEY]
         self.__class__ = sharding.kind  # type: ignore[assignment]
 
@@ -233,7 +213,7 @@ class FullySharded(WrappedOnce):
             nodes=str(sharding.options.node_format),
             leave=sharding.leave,
             join=sharding.join,
-            settled=lambda: sharding.reducer.watch.settled(),
+            settled=lambda: sharding.reducer.settled(),
             fill=sharding.fill,
             micro_batch=lambda: sharding.reducer.micro_batch,
             reductions={"": sharding.reducer},
@@ -296,7 +276,6 @@ def fully_shard(
     reshard_after_forward: bool = True,
     *,
     units: Sequence[nn.Module] | None = None,
-    one_copy: bool = False,
     init_sync: bool | str = True,
     find_unused_parameters: bool | None = None,
     broadcast_buffers: bool = True,
@@ -321,7 +300,6 @@ def fully_shard(
         reshard_after_forward: False keeps gathered weights until their gradients have come. Stage 3.
         units: submodules whose parameters are gathered and reduced together; by default every entry of an
             outermost ``ModuleList`` or ``Sequential``, and all the rest.
-        one_copy: ranks that share a host have the weights once. Stage 2, backend "shm".
         init_sync, find_unused_parameters, broadcast_buffers, seed, nodes, rounding: as for ``DataParallel``.
         overlap: False, where a parameter gets several gradients in one micro-batch, sends them at its end.
         device: where parameters on the meta device shall live; by default the CPU.
@@ -342,7 +320,7 @@ def fully_shard(
     def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
         require_unwrapped(module)
         _require_plain(module)
-        rest = (one_copy, init_sync, find_unused_parameters, seed, overlap, nodes, rounding)
+        rest = (init_sync, find_unused_parameters, seed, overlap, nodes, rounding)
         return ShardingOptions(stage, compute_dtype, reshard_after_forward, *rest)
 
     local = LocalOptions(units, device, timeout_s)
@@ -353,6 +331,34 @@ def fully_shard(
 def shardings(module: nn.Module) -> Iterator[Sharding]:
     """Of ``module`` and of what in it is sharded by itself."""
     return (found for m in module.modules() if (found := m.__dict__.get(KEY)) is not None)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of sharded modules in ``module`` are whole, on every rank. Collective.
+
+    To read them, to save ``module.state_dict()``, or to write to them: what was written is kept when the block
+    ends, and every rank has to write the same. Weights are what the optimizer steps: float32 where
+    ``compute_dtype`` is less. Each rank needs memory for all of them.
+
+    Args:
+        module: sharded by ``fully_shard``, as a whole or some of its parts; nothing happens to one that is not.
+
+    Raises:
+        ValueError: inside a loop over ``micro_batches``.
+        Desync, PeerLost: other ranks do something else, or one did not come.
+
+    Example:
+        >>> model = instep.fully_shard(model)
+        >>> with instep.gathered(model):
+        ...     shape = model[0].weight.shape
+        >>> shape
+        torch.Size([96, 8])
+    """
+    with ExitStack() as stack:
+        for sharding in shardings(module):
+            stack.enter_context(sharding.gathered())
+        yield
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -371,7 +377,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         float32 where ``compute_dtype`` is less.
 
     Raises:
-        PeerLost: a rank did not come.
+        Desync, PeerLost: other ranks do something else, or one did not come.
 
     Example:
         >>> model = instep.fully_shard(model)
@@ -380,22 +386,21 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         torch.Size([96, 8])
     """
     held = module.state_dict(keep_vars=True)
-    fetched = {
-        name: value
-        for name, x in held.items()
-        if isinstance(x, Tensor) and (there := home(x)) is not None
-        if (value := there.fetch(x)) is not None
-    }
-    if fetched:
-        return {name: fetched[name] if name in fetched else x.detach().clone() for name, x in held.items()}
-    live = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}
-    whole: dict[str, Any] = {}
-    for name, value in module.state_dict().items():  # what was in slices is in new memory
-        shared = isinstance(value, Tensor) and value.untyped_storage()._cdata in live
-        whole[name] = value.clone() if shared else value
+    fetched: dict[int, Tensor] = {}
     for sharding in shardings(module):
-        sharding.barrier("the gathering of a state dict")  # no rank steps while another one reads
-    return whole
+        for unit in sharding.units:
+            fetched |= zip(map(id, unit.parameters), sharding.gathers.masters(unit), strict=True)
+    for x in held.values():
+        there = home(x) if isinstance(x, Tensor) and id(x) not in fetched else None
+        if there is not None and (value := there.fetch(x)) is not None:
+            fetched[id(x)] = value
+    return {name: _own_copy(x, fetched) for name, x in held.items()}
+
+
+def _own_copy(x: Any, fetched: Mapping[int, Tensor]) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return fetched[id(x)].clone() if id(x) in fetched else x.detach().clone()
 
 
 def _become_sharded(module: M, sharding: Sharding) -> M:
@@ -431,3 +436,4 @@ def _require_plain(module: nn.Module) -> None:
 
 fully_shard.__module__ = "instep"
 full_state_dict.__module__ = "instep"
+gathered.__module__ = "instep"

@@ -33,7 +33,7 @@ from instep.errors import Desync, PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
 from instep.hook import Hook, weakly
 from instep.net.device import Stream
-from instep.net.lane import Lane, Work
+from instep.net.lane import Lane
 from instep.net.messages import Messages
 from instep.net.process_group import Group
 from instep.shard.unit import Unit
@@ -52,9 +52,7 @@ class Gathers:
     """Gathers units over ``group`` in the order in which they are asked for, on a lane of its own."""
 
     def __init__(self, group: Group, units: Sequence[Unit], recorder: Recorder) -> None:
-        self.lane = Lane(
-            f"instep gathers, rank {group.rank}", inline=group.size == 1, profiled_as="exchange"
-        )
+        self.lane = Lane(f"instep gathers, rank {group.rank}", inline=group.size == 1, profiled_as="exchange")
         self._group, self._units, self._recorder = group, units, recorder
         device = units[0].device if units else torch.device("cpu")
         self._stream = Stream(device, inline=self.lane.inline)
@@ -113,6 +111,7 @@ class Gathers:
             unit = self._units[number]
             unit.allocate()
             self.lane.run(unit.name, partial(self._fill, unit, f"the gather of unit {unit.name!r}")).wait()
+            unit.filled()
             unit.free()
 
     def done(self) -> None:
@@ -182,11 +181,15 @@ class Gathers:
             if mine == LEFT:
                 return LEFT
             who = [str(rank) for rank, x in zip(group.ranks, said, strict=True) if x == LEFT]
-            raise Desync(f"rank {', '.join(who)} left the step early, and rank {group.global_rank} was in {name}")
+            raise Desync(
+                f"rank {', '.join(who)} left the step early, and rank {group.global_rank} was in {name}"
+            )
         others = {x for x in said if x != IDLE}
         if len(others) > 1:
             self._knows_who_left = True
-            lines = [f"rank {rank} gathers {self._describe(x)}" for rank, x in zip(group.ranks, said, strict=True)]
+            lines = [
+                f"rank {rank} gathers {self._describe(x)}" for rank, x in zip(group.ranks, said, strict=True)
+            ]
             raise Desync(f"{'; '.join(lines)}: {SAME_ORDER}")
         return others.pop() if others else DONE
 

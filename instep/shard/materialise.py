@@ -7,8 +7,8 @@ not met yet, nothing is made but buffers (``prepare``), which every rank has who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +23,27 @@ Init = Callable[[str, Tensor], None]
 RESETS = ("reset_parameters", "_reset_parameters")  # the second is what torch's attention calls its own
 
 
+ALIKE = ": pass materialise() the same seed on all ranks, or a function that fills alike on all"
+
+
 class Unfilled(Protocol):
     """Parameters of one dtype that have no values yet, and are filled together.
 
-    ``begin_use``, then each is whole, in memory of its own; ``keep`` what this rank is to have of number i;
-    ``hide`` when all is kept.
+    Inside ``made_whole(values)`` the module's parameters are ``values``; what was written to them is kept.
     """
 
     name: str
     names: list[str]
-    parameters: list[Tensor]
+    parameters: Any
     own_dtype: torch.dtype
-    materialised: bool
+    device: torch.device
 
     @property
-    def device(self) -> torch.device: ...
+    def shapes(self) -> Sequence[torch.Size]: ...
 
-    def strides_of(self, parameter: Tensor) -> tuple[int, ...]: ...
-
-    def begin_use(self) -> None: ...
+    def made_whole(self, values: Sequence[Tensor]) -> AbstractContextManager[None]: ...
 
     def keep(self, i: int, values: Tensor) -> None: ...
-
-    def hide(self) -> None: ...
 
 
 def materialise(module: nn.Module, units: Sequence[Unfilled], init: Init | None, seed: int) -> list[str]:
@@ -63,8 +61,6 @@ def materialise(module: nn.Module, units: Sequence[Unfilled], init: Init | None,
     else:
         _reset(module, units, seed, made)
     _require_buffers(module)
-    for unit in units:
-        unit.materialised = True
     return made
 
 
@@ -119,12 +115,7 @@ def _line(name: str, values: Tensor) -> str:
 def _fill(unit: Unfilled, init: Init, made: list[str]) -> None:
     with torch.no_grad():
         for i, name in enumerate(unit.names):
-            values = torch.empty_strided(
-                unit.parameters[i].shape,
-                unit.strides_of(unit.parameters[i]),
-                dtype=unit.own_dtype,
-                device=unit.device,
-            )
+            values = torch.empty(unit.shapes[i], dtype=unit.own_dtype, device=unit.device)
             init(name, values)
             unit.keep(i, values)
             made.append(_line(name, values))
@@ -143,9 +134,7 @@ def _reset(module: nn.Module, units: Sequence[Unfilled], seed: int, made: list[s
                 _make_buffers(m, own[0].device)
                 _call_reset(m, names[m])
             for unit in own:
-                for i, (name, p) in enumerate(zip(unit.names, unit.parameters, strict=True)):
-                    unit.keep(i, p.detach())
-                    made.append(_line(name, p))
+                made += [_line(name, p) for name, p in zip(unit.names, unit.parameters, strict=True)]
     for m in _children_first(module):
         if _has_meta_buffers(m) and _reset_of(m) is not None:
             _make_buffers(m, units[0].device if units else torch.device("cpu"))
@@ -193,19 +182,12 @@ def _make_buffers(m: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _whole(units: Sequence[Unfilled]) -> Iterator[None]:
-    """Inside, the parameters are whole, each in its own dtype, for the units to keep their parts."""
-    with torch.no_grad():
+    """Inside, the parameters are whole, each in its own dtype; what is written to them is kept."""
+    with torch.no_grad(), ExitStack() as stack:
         for unit in units:
-            unit.begin_use()
-            for p in unit.parameters:
-                p.data = torch.empty_strided(
-                    p.shape, unit.strides_of(p), dtype=unit.own_dtype, device=unit.device
-                )
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.hide()
+            empty = [torch.empty(shape, dtype=unit.own_dtype, device=unit.device) for shape in unit.shapes]
+            stack.enter_context(unit.made_whole(empty))
+        yield
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

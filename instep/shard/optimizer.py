@@ -98,19 +98,8 @@ class ShardedOptimizer(Optimizer):
     Parameters are views of one memory: to save a single one without the others, clone it. With backend "shm"
     it is memory that a forked child shares, not copies.
 
-    ``one_copy=True``, with backend "shm" on CPU: the weights are the same memory on all ranks, and the host
-    has them once, whatever W is: with Adam 4 + 8 bytes per parameter in all, the padding of flat memory (at
-    most 16 KB for a large parameter), and 4 W for gradients. Each rank updates its slice in place and nothing
-    travels; a second message of 32 bytes, before the update, makes sure that no rank computes with the old
-    weights any more, and that all make the same step: what is found there leaves weights and moments as they
-    were. Buffers stay each rank's own; ``DataParallel`` may wrap the module before or after. What a program
-    writes to the weights outside of ``step`` is this rank's own, in pages that are copied for it, until the
-    next step: as with replicas, all ranks have to write the same, and it counts once. ``close`` gives each
-    rank weights of its own again.
-
-    Parameters of a module that ``fully_shard`` has divided stay where they are: the optimizer steps the
-    slices that are there already, with the gradients that are there, and has to get all of its parameters.
-    A plain ``optimizer_cls`` steps them too, and keeps its ``state_dict`` by slice (``fully_shard``).
+    Parameters of a module that ``fully_shard`` has sharded stay where they are: the optimizer steps the
+    shards that are there already, as a plain ``optimizer_cls`` would, but has a whole ``state_dict``.
 
     Of the parameters of a ``Pipeline`` each rank steps a part of those of its layers: they are divided among
     the ranks that have the same ones. ``state_dict`` is that of all layers.
@@ -121,12 +110,11 @@ class ShardedOptimizer(Optimizer):
         process_group: a mesh (its ``dp`` axis, or its ``shard`` axis if that is larger than 1),
             ``mesh[axis]``, a torch process group; None means the registered mesh, else torch's default
             group, else this process alone.
-        one_copy: see above; nothing else for one rank.
         kwargs: the options of ``optimizer_cls``.
 
     Raises:
         ValueError: the ranks differ, the class cannot be sharded, or a parameter has another sharded
-            optimizer already, or is given twice; ``one_copy`` where ranks share no memory.
+            optimizer already, or is given twice.
         TypeError: as ``optimizer_cls``.
         PeerLost: a rank did not come.
 
@@ -149,13 +137,11 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Any],
         optimizer_cls: type[Optimizer],
         process_group: Mesh | ProcessGroup | None = None,
-        *,
-        one_copy: bool = False,
         **kwargs: Any,
     ) -> None:
         self._local: Optimizer | None = None  # until it is there, methods of the base fill ``param_groups``
         self._optimizer_cls = optimizer_cls
-        self._given, self._one_copy = kwargs, one_copy
+        self._given = kwargs
         self._to_take: list[Tensor] = []  # what it had before a ``_join`` that has not succeeded yet
         self._meet(process_group, aligned=True)
         try:
@@ -175,11 +161,9 @@ class ShardedOptimizer(Optimizer):
         # They make the same steps, and this rank is in one of them.
         self.num_shard_groups = num_shard_groups(process_group)
         rule = layout_rule(self._optimizer_cls)
-        self._shards = ShardedParameters(self.group, rule, one_copy=self._one_copy, aligned=aligned)
-        letting_go = weakref.finalize(self, self._shards.release)
-        letting_go.atexit = False  # the memory that it makes would be of no use
+        self._shards = ShardedParameters(self.group, rule, aligned=aligned)
         release = weakref.finalize(self, _release, self.group, self._shards.owned)
-        self._status = OptimizerStatus(self.group, release, letting_go)
+        self._status = OptimizerStatus(self.group, release)
         self._update = ShardedUpdate(self._shards, self._status, self.recorder)
 
     def _require_same(self, groups: list[dict[str, Any]]) -> None:
@@ -187,7 +171,6 @@ class ShardedOptimizer(Optimizer):
         lines = [
             f"class {class_name(self._optimizer_cls)}",
             f"options {options_text(self._given)}",
-            f"one_copy={self._one_copy}",
         ]
         require_same_lines(self._everyone, OPTIMIZERS, [*lines, *describe_groups(groups)])
 
@@ -233,25 +216,9 @@ class ShardedOptimizer(Optimizer):
             ValueError: a parameter was unfrozen, or its memory replaced, since construction.
             Desync: another rank raised, or has other options or gradients. Where weights or moments were
                 changed already, every further step raises until a state is loaded.
-            ReplicasDiffer: weights that ranks have once were written to otherwise on one of them; on all.
             PeerLost: a rank did not come.
         """
         return self._update.make(self, self._inner, closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``optimizer_cls``; gradients that are in slices are dropped, never set to zero.
-
-        Args:
-            set_to_none: False sets whole gradients to zero, as in torch.
-        """
-        if set_to_none:
-            for p in self._parameters():
-                p.grad = None
-            return
-        for p in self._shards.owned:
-            if homes.home(p) is not None:
-                p.grad = None
-        super().zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update these parameters, in flat memory of their own. Collective, between two steps.
@@ -307,8 +274,8 @@ class ShardedOptimizer(Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's pieces with their ranges, without communication: views, as in a plain state dict.
 
-        ``{"sharded": {"rank", "world_size", "order"}, "pieces": [{"parameter", "first", "last", "state"},
-        ...], "param_groups": [...]}``; ranges count elements in logical order, as ``order`` says.
+        ``{"sharded": {"rank", "world_size"}, "pieces": [{"parameter", "first", "last", "state"}, ...],
+        "param_groups": [...]}``; ranges count elements in logical order.
 
         Raises:
             RuntimeError: the optimizer is closed, or a step was not completed on some rank.
@@ -329,8 +296,8 @@ class ShardedOptimizer(Optimizer):
             state_dict: of ``state_dict``, ``sharded_state_dict`` or a plain optimizer; it is copied.
 
         Raises:
-            ValueError: on all ranks, and nothing is changed: it does not fit, it was cut for other ranks, or
-                in another order by an older version, or the ranks pass different ones. After any other error
+            ValueError: on all ranks, and nothing is changed: it does not fit, it was cut for other ranks,
+                or the ranks pass different ones. After any other error
                 every step raises until one is loaded.
             PeerLost: a rank did not come.
 
@@ -377,7 +344,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._status.require_sound()
         for held in self._shards.held.values():
-            values = self._shards.values_of(held).detach()
+            values = held.tensor.detach()
             yield held.parameter, held.first, held.last, elements(values, 0, values.numel())
 
     def close(self) -> None:
@@ -454,8 +421,6 @@ class ShardedOptimizer(Optimizer):
             mesh_for_replicas()  # which raises if its other axes have no use
         checks.require_new(parameters)
         checks.require_homes(parameters, self._optimizer_cls, self.group)
-        if self._shards.wants_one_copy:
-            checks.require_one_copy(parameters, self.group)
 
     def _build(self) -> None:
         groups = self._take(0)

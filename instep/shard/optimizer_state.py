@@ -4,10 +4,10 @@ What has the shape of its parameter, a moment, is cut as the parameter is; what 
 number of steps, is the same on all pieces. What is saved is the plain optimizer's format, or one rank's:
 
     whole      {"state": {number: {...}}, "param_groups": [{..., "params": [numbers]}]}
-    sharded    {"sharded": {"rank", "world_size", "order": "logical"}, "param_groups": as above,
+    sharded    {"sharded": {"rank", "world_size"}, "param_groups": as above,
                 "pieces": [{"parameter": number, "first", "last", "state": {...}}]}
 
-A sharded state without "order" is an older one, whose ranges counted elements in the order of memory.
+Ranges count elements in logical order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from instep.mesh.axes import round_up
 from instep.net.process_group import Group
 from instep.shard.checks import group_options, options_text
 from instep.shard.flat_parameters import ShardedParameters
-from instep.state.homes import ParameterShard, home, in_order, with_strides
+from instep.state.homes import ParameterShard, shape_of
 from instep.state.shards import put_elements
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter, then by name
 Groups = Sequence[Mapping[str, Any]]
 ALIGN = 16  # bytes, of a tensor in a message: that of the widest element
 LIMIT_BYTES = 1 << 28  # of a list of tensors
-LOGICAL = "logical"  # the order of elements that ranges count
 
 
 class LocalOptimizerState(Mapping[Tensor, dict[str, Any]]):
@@ -106,7 +105,7 @@ def gather_state(
             group.broadcast(message, f"the optimizer state of rank {group.ranks[rank]}", root=rank)
         for entry, part in zip(row["entries"], parts, strict=True):
             parameter = parameters[entry["parameter"]]
-            _place(whole, entry, part, parameter, shards.strides_of(parameter))
+            _place(whole, entry, part, parameter)
     return {number: whole[number] for number in sorted(whole)}
 
 
@@ -146,9 +145,7 @@ def _padded_bytes(entry: Mapping[str, Any]) -> int:
     return round_up(entry["nbytes"], ALIGN)
 
 
-def _place(
-    whole: States, entry: Mapping[str, Any], part: Tensor, parameter: Tensor, strides: tuple[int, ...]
-) -> None:
+def _place(whole: States, entry: Mapping[str, Any], part: Tensor, parameter: Tensor) -> None:
     """Put what ``entry`` describes and ``part`` holds where it belongs."""
     state, key = whole.setdefault(entry["parameter"], {}), entry["key"]
     if "value" in entry:
@@ -160,7 +157,7 @@ def _place(
         state[key] = values.reshape(entry["shape"]).to(device, copy=True)
         return
     if key not in state:
-        state[key] = torch.empty_strided(parameter.shape, strides, dtype=values.dtype, device=device)
+        state[key] = torch.empty(shape_of(parameter), dtype=values.dtype, device=device)
     put_elements(state[key], entry["first"], values)
 
 
@@ -173,11 +170,11 @@ def part_of(value: Any, name: str, held: ParameterShard, *, cut: bool) -> Any:
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if value.shape == held.parameter.shape:
+    if value.shape == held.shape:
         return held.part_of(value).clone()
     if cut and value.numel() != 1:
         raise ValueError(
-            f"{name}: expected the shape {tuple(held.parameter.shape)} of its parameter or one number, got "
+            f"{name}: expected the shape {tuple(held.shape)} of its parameter or one number, got "
             f"{tuple(value.shape)}: not a state of this optimizer over these parameters"
         )
     return value.detach().clone()
@@ -196,7 +193,7 @@ def format_sharded(
         {"parameter": number, "first": x.first, "last": x.last, "state": dict(local.state.get(x.tensor, {}))}
         for number, x in held.items()
     ]
-    place = {"rank": group.rank, "world_size": group.size, "order": LOGICAL}
+    place = {"rank": group.rank, "world_size": group.size}
     return {"sharded": place, "pieces": pieces, "param_groups": _numbered(groups)}
 
 
@@ -278,7 +275,6 @@ def _from_whole(
 
 def _from_pieces(saved: Mapping[str, Any], held: Mapping[int, ParameterShard], group: Group) -> States:
     place = dict(saved["sharded"])
-    _require_order(place.pop("order", None), held)
     own = {"rank": group.rank, "world_size": group.size}
     cuts = [(piece["parameter"], piece["first"], piece["last"]) for piece in saved["pieces"]]
     if place != own or cuts != [(number, x.first, x.last) for number, x in held.items()]:
@@ -289,37 +285,11 @@ def _from_pieces(saved: Mapping[str, Any], held: Mapping[int, ParameterShard], g
         )
     return {
         piece["parameter"]: {
-            key: _laid_out(x, held[piece["parameter"]]) if isinstance(x, Tensor) else x
-            for key, x in piece["state"].items()
+            key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in piece["state"].items()
         }
         for piece in saved["pieces"]
         if piece["state"]
     }
-
-
-def _require_order(order: object, held: Mapping[int, ParameterShard]) -> None:
-    """ValueError unless ranges in ``order`` (None: that of memory) are the ones that are meant here."""
-    if order == LOGICAL:
-        return
-    if order is not None:
-        raise ValueError(
-            f"expected pieces in {LOGICAL} order, got {order!r:.80}: a newer format; update instep"
-        )
-    for number, x in held.items():
-        lives_in, shape = home(x.parameter), x.parameter.shape
-        strides = x.parameter.stride() if lives_in is None else lives_in.strides_of(x.parameter)
-        if not x.is_whole and not in_order(shape, strides):
-            raise ValueError(
-                f"parameter {number} of shape {tuple(shape)}: expected pieces in {LOGICAL} order, got "
-                "a sharded state of an older instep, in the order of memory, which is another here (strides "
-                f"{strides}): load it with that version, save the whole with state_dict(), and load that"
-            )
-
-
-def _laid_out(x: Tensor, held: ParameterShard) -> Tensor:
-    """A copy of ``x``; a moment has the order of memory of ``held``, as fused kernels compare no strides."""
-    x = x.detach()
-    return (with_strides(x, held.tensor.stride()) if x.shape == held.tensor.shape else x).clone()
 
 
 def adopt_groups(groups: Sequence[dict[str, Any]], loaded: Groups, saved: Groups) -> None:

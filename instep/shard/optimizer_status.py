@@ -2,15 +2,14 @@
 
 It may not when it is closed, nor when ranks have weights of different steps. So ranks vote between the update
 and the exchange of its results. The vote is a barrier too: a rank that has its result knows that no rank
-computes with the old values any more. Ranks that have one copy of the weights vote before the update as well,
-since the update writes to the memory of all.
+computes with the old values any more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 
 from instep.errors import Desync, PeerLost
 from instep.launch.rank_exit import mark_secondary
-from instep.net.lane import Lane
 from instep.net.process_group import Group
 from instep.reduce.header import UPDATE
 from instep.shard.checks import options_text
@@ -30,29 +28,20 @@ FINE, REFUSED, FAILED, READY = 0, 1, 2, 3  # REFUSED, READY: before it had chang
 
 
 class OptimizerStatus:
-    """What has become of an optimizer of ``group``, called ``name``, which the calls of ``ends`` close.
+    """What has become of a ShardedOptimizer of ``group``, which the calls of ``ends`` close.
 
     ``steps`` are those that it has made. ``broken`` says why its weights and moments are not those of one
-    step, "" if they are; it is set before they are written to, and cleared after. A group that others use
-    too is used in its turn: on ``lane``.
+    step, "" if they are; it is set before they are written to, and cleared after.
 
     ``meeting`` is the reduction of the gradients, where one is over all of ``group``. Ranks vote there: one
     that makes no step goes on to its next exchange, and so it is met.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        *ends: weakref.finalize[Any, Any],
-        name: str = "ShardedOptimizer",
-        lane: Lane | None = None,
-    ) -> None:
+    def __init__(self, group: Group, *ends: weakref.finalize[Any, Any]) -> None:
         self.group = group
-        self.name = name
         self.steps = 0
         self.broken = ""
         self._ends = ends
-        self._lane = lane
         self._why_closed = ""
         self.meeting: Reduction | None = None
 
@@ -62,12 +51,12 @@ class OptimizerStatus:
 
     def require_open(self) -> None:
         if self._why_closed or not all(end.alive for end in self._ends):
-            raise RuntimeError(f"this {self.name} is closed{self._why_closed}: make another one")
+            raise RuntimeError(f"this ShardedOptimizer is closed{self._why_closed}: make another one")
 
     def require_sound(self) -> None:
         self.require_open()
         if self.broken:
-            raise RuntimeError(f"this {self.name} cannot go on, because {self.broken}: {BROKEN}")
+            raise RuntimeError(f"this ShardedOptimizer cannot go on, because {self.broken}: {BROKEN}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -77,18 +66,6 @@ class OptimizerStatus:
         except PeerLost as lost:
             self.give_up(lost)
             raise
-
-    def run(self, operation: str, function: Callable[[], None]) -> None:
-        """Call ``function``, which uses the group. Collective."""
-        with self.together():
-            if self._lane is None:
-                function()
-            else:
-                self._lane.run(operation, function).wait()
-
-    def barrier(self, operation: str) -> None:
-        """Return when all ranks have come."""
-        self.run(operation, lambda: self.group.barrier(operation))
 
     def vote(self, mine: Vote, raised: BaseException | None) -> list[Vote]:
         """What each rank has said, if all make the same step and none has ``raised``; else raise on all.
@@ -118,9 +95,8 @@ class OptimizerStatus:
             with self.together():
                 rows = self.meeting.rendezvous(UPDATE, operation, [*vars(mine).values()])
                 return [Vote(*row) for row in rows]
-        found: list[Vote] = []
-        self.run(operation, lambda: found.extend(collect(mine, self.group, operation)))
-        return found
+        with self.together():
+            return collect(mine, self.group, operation)
 
     def give_up(self, lost: PeerLost) -> None:
         """Close: what the group still owes would be paired with what follows."""
@@ -132,14 +108,12 @@ class OptimizerStatus:
 class Vote:
     """What a rank tells the others of its step; numbers of 64 bits.
 
-    ``presence`` and ``options`` stand for the parameters that had a gradient and the options of the groups,
-    ``edits`` for what its program has written to weights that ranks have once.
+    ``presence`` and ``options`` stand for the parameters that had a gradient and the options of the groups.
     """
 
     outcome: int
     presence: int
     options: int
-    edits: int = 0
 
 
 def short(data: bytes) -> int:
@@ -147,17 +121,14 @@ def short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def vote(
-    outcome: int, groups: Sequence[Mapping[str, Any]], edits: int = 0, presence: int | None = None
-) -> Vote:
-    """That of this rank, with these parameter groups; ``presence`` as before, if there was a vote before."""
-    if presence is None:
-        presence = short(bytes(p.grad is not None for group in groups for p in group["params"]))
-    return Vote(outcome, presence, short("; ".join(map(options_text, groups)).encode()), edits)
+def vote(outcome: int, groups: Sequence[Mapping[str, Any]]) -> Vote:
+    """That of this rank, with these parameter groups."""
+    presence = short(bytes(p.grad is not None for group in groups for p in group["params"]))
+    return Vote(outcome, presence, short("; ".join(map(options_text, groups)).encode()))
 
 
 def collect(mine: Vote, group: Group, operation: str) -> list[Vote]:
-    """The votes of all ranks, once all are there. Collective: W steps of 32 bytes at most."""
+    """The votes of all ranks, once all are there. Collective: W steps of 24 bytes at most."""
     row = torch.tensor([*vars(mine).values()], dtype=torch.int64, device="cpu")
     out = torch.empty(group.size * row.numel(), dtype=torch.int64, device="cpu")
     group.all_gather(out, row, operation)

@@ -80,23 +80,6 @@ def by_kind(members: UnitMembers) -> list[UnitMembers]:
     ]
 
 
-def entries(module: nn.Module, units: Sequence[UnitMembers]) -> dict[nn.Module, tuple[int, ...]]:
-    """For every module that may be called: the ``units``, by number, that its forward may use.
-
-    A module's are those of the parameters in it, but not of units further inside, whose own modules have
-    their own entry. Modules that need none are left out.
-    """
-    number = {id(p): i for i, members in enumerate(units) for p in members.parameters}
-    tops = {id(members.module) for members in units if members.module is not module}
-    needs: dict[nn.Module, tuple[int, ...]] = {}
-    for m in module.modules():
-        inside = {number[id(p)] for p in _reachable(m, tops) if id(p) in number}
-        inside |= {i for i, members in enumerate(units) if members.module is m}
-        if inside:
-            needs[m] = tuple(sorted(inside))
-    return needs
-
-
 def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Entries of the outermost lists, with their names, each once."""
     found: dict[int, tuple[str, nn.Module]] = {}
@@ -150,11 +133,3 @@ def _is_callable(m: nn.Module) -> bool:
     """Whether ``m`` has a forward."""
     # A class of torch.jit does not tell its forward.
     return "forward" in m.__dict__ or getattr(type(m), "forward", None) is not nn.Module.forward
-
-
-def _reachable(module: nn.Module, tops: set[int]) -> Iterator[nn.Parameter]:
-    """Parameters of ``module`` and of what is in it, without the modules in ``tops`` that are inside."""
-    yield from (p for p in module._parameters.values() if p is not None)
-    for child in module.children():
-        if id(child) not in tops:
-            yield from _reachable(child, tops)

@@ -157,9 +157,7 @@ class SlicedBucket(Bundle):
             for position, offset, p in zip(positions, unit.layout.offsets, unit.whole, strict=True)
         ]
         dtype = wire_dtype(value_dtype)
-        return SlicedBucket(
-            index, slots, dtype, unit.device, unit, rank, value_dtype, replicate_group, nodes
-        )
+        return SlicedBucket(index, slots, dtype, unit.device, unit, rank, value_dtype, replicate_group, nodes)
 
     def begin_nodes(self, *key: int) -> None:
         super().begin_nodes(*key)
@@ -293,9 +291,7 @@ class ReduceScatter(OrderedAllReduce):
             if self._across is not None and scale is not None:
                 self._add_replicas(self._across, bucket, header.num_leaves, turn, by_group, scale, name)
 
-    def _take(
-        self, bucket: SlicedBucket, number: int, turn: Round, scale: float | None, name: str
-    ) -> None:
+    def _take(self, bucket: SlicedBucket, number: int, turn: Round, scale: float | None, name: str) -> None:
         """Add this rank's slice of the micro-batches of its shard group."""
         shown = self.staging.by_rank(number, bucket)
         if shown is None:
@@ -325,9 +321,7 @@ class ReduceScatter(OrderedAllReduce):
             bucket.reduced.copy_(bucket.kept[0])
         bucket.num_kept = 1
 
-    def _receive_slices(
-        self, bucket: SlicedBucket, number: int, turn: Round, name: str
-    ) -> list[Tensor]:
+    def _receive_slices(self, bucket: SlicedBucket, number: int, turn: Round, name: str) -> list[Tensor]:
         """This rank's slice of every sender's micro-batch, by message, in the format of nodes."""
         group, nodes = self._shard_group, bucket.nodes
         size, rank, length = group.size, group.rank, nodes.wire_length

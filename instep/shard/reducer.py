@@ -15,12 +15,13 @@ Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trill
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, ClassVar
+import zlib
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
@@ -28,20 +29,18 @@ from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
-from instep.reduce.header import NORM, UNSCALE
+from instep.reduce.gradient_shard import gradient_shard
+from instep.reduce.header import NORM, UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.norm import block_square_sums
-from instep.reduce.placeholder import placeholder, was_written
 from instep.shard import checks
-from instep.shard.flat_parameters import FlatParameters
+from instep.shard.gather import Gathers
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.reduce_scatter import ReduceScatter, SlicedBucket, Staging
 from instep.shard.round_plan import Round, deal, plan_rounds, ranges
 from instep.shard.shard_groups import ShardRanks
-from instep.shard.sliced_optimizer import SlicedOptimizer, SteppingRanks, sliced_optimizer
-from instep.shard.unit import Divided
-from instep.state.homes import DividedOptimizer, ParameterShard
-from instep.step.reduction import Reduction, ReductionOptions, StepPlan, Update
+from instep.shard.unit import Unit
+from instep.step.reduction import Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import Replica
 
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
@@ -49,50 +48,52 @@ GRADIENT_NORM = "the gradient norm"
 
 
 class SliceReducer(Reduction):
-    """Reduces the gradients of ``parameters``, which live in ``spaces``, to one slice per rank of a
-    shard group.
+    """Reduces the gradients of whole ``units`` to one slice per rank of a shard group.
 
-    After ``finish`` every ``.grad`` is a placeholder, and ``gradient_of`` has this rank's pieces. A gradient
-    that is there already when a micro-batch begins, as after a second plain backward, is added to, as ever.
+    ``parameters`` are the whole ones, whose ``.grad`` autograd fills, micro-batch by micro-batch;
+    ``optimizer_parameters`` the shards, which have the reduced gradient after ``finish``. One that is there
+    already when a reduction begins is added to.
 
     A gradient is taken for whole when it has come once, until it is known better: another one of the same
     micro-batch is then an error, unless it comes from a nested backward. ``overlap=False`` waits for the end
     of the micro-batch.
 
-    ``closed(space)`` is called when the gradients of its parameters are whole, of the open micro-batch;
-    ``ended()`` when backward has ended; ``problem(parameter)`` may say why a gradient that has come cannot be
-    right. ``hooks`` are to be removed when the wrapper goes.
+    ``closed(unit)`` is called when the gradients of its parameters are whole, of the open micro-batch;
+    ``ended()`` when backward has ended.
     """
 
     sharded = True
-    where: ClassVar[str] = "in slices, one on each rank"
     late_fix = (
         "or several times in one micro-batch, pass overlap=False to fully_shard, which sends nothing before "
         "the micro-batch has ended, and needs memory for all of its gradients"
     )
     lost_fix = "close() the module, and shard one with a state that was kept over another group"
-    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_carried")
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_update_digest")
     buckets: list[SlicedBucket]
 
     def __init__(
         self,
         names: Sequence[str],
-        parameters: Sequence[Tensor],
-        spaces: Sequence[Divided],
+        units: Sequence[Unit],
         ranks: ShardRanks,
         recorder: Recorder,
+        gathers: Gathers,
         *,
         unused: bool | None = None,
         overlap: bool = True,
         nodes: NodeFormat = IN_FLOAT32,
     ) -> None:
+        self.units, self.ranks, self._gathers = list(units), ranks, gathers
+        by_name = {
+            name: pair
+            for unit in units
+            for name, *pair in zip(unit.names, unit.whole, unit.parameters, strict=True)
+        }
         options = ReductionOptions(InUnitOrder, unused=unused, nodes=nodes)
-        super().__init__(names, parameters, ranks.whole, recorder, options)
-        self.ranks = ranks
+        super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
+        self.optimizer_parameters = [by_name[name][1] for name in names]
         self._overlaps = overlap
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
-        self.spaces = list(spaces)
-        self._position = {id(p): i for i, p in enumerate(self.parameters)}
         self.buckets = self._make_buckets()
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         self.exchange = self.reduce_scatter = ReduceScatter(
@@ -101,51 +102,29 @@ class SliceReducer(Reduction):
         self.reduce_scatter.staging = Staging(self.buckets, ranks.shard_group)
         self._watch_over(*self._replicas())
         self.turns = InUnitOrder(weakly(self._stage))
-        self.closed: Callable[[FlatParameters], None] | None = None
-        self.ended: Callable[[], None] | None = None
-        self.problem: Callable[[Tensor], str | None] | None = None
+        self.closed: Callable[[Unit], None] = lambda unit: None
+        self.ended: Callable[[], None] = lambda: None
         self._rounds: tuple[Round, ...] = ()
         self._by_group: Sequence[range] = ()  # the leaves of this reduction
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
         self._works: list[Work] = []  # of this reduction, one per unit and round
-        self._placeholders = [
-            placeholder(p, self, name, self._bucket(i).value_dtype)
-            for i, (p, name) in enumerate(zip(self.parameters, self.names, strict=True))
-        ]
-        self._carried: set[int] = set()  # parameters with a reduced gradient that the next one is added to
-        self._put_aside: set[int] = set()  # of those, whose placeholder made way in this backward
-        coming = weakly(self._coming)
-        self.hooks: list[Any] = [
-            parameter.register_hook(partial(coming, i)) for i, parameter in enumerate(self.parameters)
-        ]
-        for space in self.spaces:
-            space.gradient_source = weakly(self.gradient_of)
-            space.divide = weakly(self._divide)
+        self._num_leaves_closed = 0
+        # By position: the zeros that stand in a shard's ``.grad`` while there is a gradient under no_sync.
+        self._unreduced: dict[int, tuple[Tensor, int]] = {}
+        self._update_digest = 0  # of the optimizers' steps and of writes to shards, on all ranks alike
+        self.settled()
 
-    def _sliced(self, optimizer: Optimizer) -> SlicedOptimizer:
-        ranks = self.ranks
-        among = SteppingRanks(ranks.shard_group, ranks.num_replicas, self.lane, self.recorder)
-        return sliced_optimizer(optimizer, among)
-
-    def _divide(self, optimizer: Optimizer) -> DividedOptimizer:
-        """The state of a plain ``optimizer`` of these parameters."""
-        return self._sliced(optimizer).describe()
+    def settled(self) -> None:
+        """Writes to shards until now were the same on all ranks."""
+        self._versions = self._shard_versions()
 
     def _replicas(self) -> tuple[Callable[[], Sequence[Replica]], Sequence[Sequence[int]]]:
         """What this rank holds that others hold too, and which ranks hold the same."""
         num_ranks, num_slices = self.group.size, self.ranks.shard_group.size
-        if all(space.resident for space in self.spaces):
-            named = list(zip(self.names, self.parameters, strict=True))
-            return named.copy, [range(num_ranks)]
-        slices = [range(first, num_ranks, num_slices) for first in range(num_slices)]
-
-        spaces, names, position = self.spaces, self.names, self._position
-
-        def held() -> Sequence[Replica]:
-            pieces = (held for space in spaces for held in space.held)
-            return [(names[position[id(x.parameter)]], x.tensor) for x in pieces]
-
-        return held, slices
+        held = [x for unit in self.units for x in unit.held]
+        names = {id(p): name for p, name in zip(self.optimizer_parameters, self.names, strict=True)}
+        named = [(names[id(x.parameter)], x.tensor) for x in held]
+        return named.copy, [range(first, num_ranks, num_slices) for first in range(num_slices)]
 
     def assign(self, num_leaves: int) -> StepPlan:
         ranks = self.ranks
@@ -157,21 +136,39 @@ class SliceReducer(Reduction):
         if isinstance(optimizer, ShardedOptimizer):
             return None
         problem = checks.why_not_in_slices(type(optimizer), optimizer.defaults)
-        return None if problem is None else f"has its gradient in slices, one on each rank: {problem}"
+        if problem is None and self.group.size > 1:
+            problem = checks.why_not_rounded_alike(optimizer.param_groups)
+        return None if problem is None else f"is sharded: {problem}"
 
-    def update(self, optimizer: Optimizer) -> Update | None:
-        return None if isinstance(optimizer, ShardedOptimizer) else self._sliced(optimizer).step
+    def steps_now(self, optimizer: Optimizer) -> None:
+        super().steps_now(optimizer)
+        if self.group.size > 1 and not isinstance(optimizer, ShardedOptimizer):
+            checks.guard_state_dict(optimizer)
+            checks.require_state_of_shards(optimizer)
+        self._update_digest = zlib.crc32(checks.describe_update(optimizer).encode(), self._update_digest)
+
+    def stepped(self) -> None:
+        increment_version(self.optimizer_parameters)  # fused optimizers write past torch's count of writes
+        self.settled()
+        super().stepped()
 
     def begin(self, plan: StepPlan) -> None:
-        self._require_unmoved()
         super().begin(plan)
-        self._forget_discarded()
+        self._gathers.begin_step()
+        self.drop_discarded()
+        for i in self._unreduced:
+            self.optimizer_parameters[i].grad = None
+        self._unreduced.clear()
+        self._compare_writes()
+        for i, p in enumerate(self.optimizer_parameters):
+            if p.grad is not None:  # added to; it may lie where the new one will
+                self._set_gradient(i, p.grad.detach().clone())
         ranks = self.ranks
         placed = plan.num_leaves, ranks.shard_group.size, ranks.num_replicas
         shift = self.shift if plan.declared else 0
         self._rounds = plan_rounds(*placed, ranks.replica, shift)
         self._by_group = ranges(*placed, shift)
-        self._works = []
+        self._works, self._num_leaves_closed = [], 0
         for bucket in self.buckets:
             bucket.num_kept = 0
             for slot in bucket.slots:
@@ -184,14 +181,28 @@ class SliceReducer(Reduction):
         super().open_leaf(leaf, last=last)
 
     def arrived(self, i: int, *, settles: bool = True) -> None:
-        if self.problem is not None and (problem := self.problem(self.parameters[i])) is not None:
-            raise ValueError(problem)
         super().arrived(i, settles=settles)
+        p = self.optimizer_parameters[i]
+        if self.leaf is None and p.grad is None:
+            p.grad = torch.zeros_like(p)
+            self._unreduced[i] = p.grad, p.grad._version
+
+    def drop_discarded(self) -> None:
+        """What ``no_sync`` has kept goes where ``zero_grad()`` has been called since."""
+        for i, (zeros, version) in list(self._unreduced.items()):
+            if self.optimizer_parameters[i].grad is not zeros or zeros._version != version:
+                self.parameters[i].grad = None
+                self.local[i] = False
+                del self._unreduced[i]
 
     def close_leaf(self) -> None:
         super().close_leaf()
         if not self._last:
             self.turns.finish()
+        turn = self._rounds[self._num_leaves_closed]
+        self._num_leaves_closed += 1
+        if len(turn.senders) < self.ranks.shard_group.size:
+            self._gathers.done()
 
     def finish(self) -> None:
         """All micro-batches of this rank are closed: wait for the exchanges, and set every ``.grad``.
@@ -201,19 +212,21 @@ class SliceReducer(Reduction):
             ValueError: a parameter got no gradient, and unused parameters are forbidden.
         """
         self.turns.finish()
-        while len(self._works) < self._num_exchanges:  # rounds in which this rank has no micro-batch
-            self._send(self.buckets[len(self._works) % len(self.buckets)])
+        for turn in self._rounds[self._num_leaves_closed :]:  # in which this rank has no micro-batch
+            if turn.senders:
+                self._gathers.follow()
+            for bucket in self.buckets:
+                self._send(bucket)
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
             for work in self._works:
                 work.wait()
         self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
+            pieces = bucket.pieces()
             for k in bucket.present_on_some():
-                position = bucket.slots[k].position
-                self.parameters[position].grad = self._placeholders[position]
+                self._give(bucket.slots[k].position, pieces[k])
         self.local = [False] * len(self.names)
-        self._carried.clear()
         self.exchanges += 1
         self.given_up = False
         self.plan = None
@@ -222,6 +235,7 @@ class SliceReducer(Reduction):
         if self.plan is None:
             return
         plan, self.plan, self.leaf = self.plan, None, None
+        self._gathers.leave()
         if self.group.size > 1 and len(self._works) < self._num_exchanges:
             turn, index = divmod(len(self._works), len(self.buckets))
             header = self._header(self.buckets[index], plan, turn)
@@ -232,18 +246,15 @@ class SliceReducer(Reduction):
         self._works = []  # one that has failed holds all that it worked on
         self.exchanges += 1
         self.given_up = True
-        self.gradients.drop()
-        self._carried.clear()
-        self.local = [False] * len(self.names)
+        self._drop_gradients()
 
     def abandon(self) -> None:
         super().abandon()
+        self._drop_gradients()
         self.buckets, self._works = [], []
 
     def backward_ended(self) -> None:
-        self._put_back()
-        if self.ended is not None:
-            self.ended()
+        self.ended()
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -251,17 +262,9 @@ class SliceReducer(Reduction):
         kept = [x for bucket in self.buckets for x in bucket.kept]
         return [*kept, *self.reduce_scatter.staging.segments, *self.exchange.scratch]
 
-    def gradient_of(self, held: ParameterShard) -> Tensor | None:
-        """What ``held.tensor`` is to be stepped with: the piece of the reduced gradient, in its dtype."""
-        i = self._position[id(held.parameter)]
-        if self._stands_in(i):
-            return self._bucket(i).piece(held)
-        gradient = held.parameter.grad  # if there is one, the training loop has put it there
-        return None if gradient is None else held.part_of(gradient).to(held.tensor.dtype)
-
-    def square_sums(self, placeholders: Sequence[Tensor], whole: Sequence[Tensor]) -> list[float]:
-        """Sums of squares of all blocks of these gradients. Collective: 8 bytes per block."""
-        own = [block_square_sums(piece).cpu() for piece in self._pieces(placeholders)]
+    def square_sums(self, shards: Sequence[Tensor]) -> list[float]:
+        """Sums of squares of all blocks of these gradients, on all ranks. Collective: 8 bytes per block."""
+        own = [block_square_sums(x).cpu() for x in shards if x.numel()]
         mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
         data, group = bytes_of(mine), self.ranks.shard_group
         lengths = dict(zip(self.group.ranks, self.rendezvous(NORM, GRADIENT_NORM, [len(data)]), strict=True))
@@ -274,34 +277,10 @@ class SliceReducer(Reduction):
         self.lane.run(GRADIENT_NORM, gather).wait()
         return [value for data in everyone for value in tensor_of(data, torch.float64).tolist()]
 
-    def scale(self, placeholders: Sequence[Tensor], factor: float) -> None:
-        """Multiply this rank's pieces of these gradients."""
-        for piece in self._pieces(placeholders):
-            piece.mul_(factor)
-
-    def unscale(
-        self,
-        placeholders: Sequence[Tensor],
-        whole: Sequence[Tensor],
-        found_inf: Tensor,
-        inverse_scale: Tensor,
-    ) -> None:
-        """As ``scale``, by a ``GradScaler``; ``found_inf`` is 1 on all ranks if a piece is not finite on one.
-        Collective: 4 bytes."""
-        if pieces := list(self._pieces(placeholders)):
-            torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inverse_scale)
+    def all_found_inf(self, found_inf: Tensor) -> None:
+        """``found_inf`` is 1 on all ranks if it is on one. Collective: 4 bytes."""
         found = self.rendezvous(UNSCALE, "the check of gradients for what is not finite", [int(found_inf)])
         found_inf.fill_(max(words[0] for words in found))
-
-    def discard(self, placeholders: Sequence[Tensor]) -> None:
-        """The parameters of these gradients have none any more."""
-        gone = set(map(id, placeholders))
-        for i, stands_in in enumerate(self._placeholders):
-            if id(stands_in) in gone and self.parameters[i].grad is stands_in:
-                self.parameters[i].grad = None
-
-    def used(self, placeholders: Sequence[Tensor]) -> None:
-        """What makes the optimizer's step (``update``) looks whether there are gradients."""
 
     def _first_guess(self, i: int) -> int | None:
         """Once in a backward, as autograd has it: to wait for the end would need memory for all gradients."""
@@ -317,20 +296,46 @@ class SliceReducer(Reduction):
         return bucket
 
     def _make_buckets(self) -> list[SlicedBucket]:
-        """One per space: those of the last layers first, whose gradients come first; the root's last."""
-        positions = [[self._position[id(p)] for p in space.parameters] for space in self.spaces]
-        order = sorted(range(len(self.spaces)), key=lambda k: -min(positions[k]))
+        """One per unit: those of the last layers first, whose gradients come first; the root's last."""
+        position = {id(p): i for i, p in enumerate(self.parameters)}
+        positions = [[position[id(p)] for p in unit.whole] for unit in self.units]
+        order = sorted(range(len(self.units)), key=lambda k: -min(positions[k]))
         how = self.ranks.shard_group.rank, self.ranks.replicate_group, self.options.nodes
-        return [SlicedBucket.of(self.spaces[k], i, positions[k], *how) for i, k in enumerate(order)]
+        return [SlicedBucket.of(self.units[k], i, positions[k], *how) for i, k in enumerate(order)]
 
-    def _pieces(self, placeholders: Iterable[Tensor]) -> Iterator[Tensor]:
-        """This rank's pieces of the gradients that ``placeholders`` stand for."""
-        wanted = set(map(id, placeholders))
-        for space in self.spaces:
-            for held in space.held:
-                i = self._position[id(held.parameter)]
-                if id(self._placeholders[i]) in wanted:
-                    yield self._bucket(i).piece(held)
+    def _give(self, i: int, piece: Tensor) -> None:
+        """The reduced gradient of parameter i is its shard's ``.grad``, or is added to it."""
+        before = self.optimizer_parameters[i].grad
+        if before is None:
+            self._set_gradient(i, piece)
+        else:
+            before.detach().add_(piece)
+
+    def _set_gradient(self, i: int, values: Tensor) -> None:
+        is_part = self.ranks.shard_group.size > 1
+        shard = gradient_shard(values, self.names[i], self) if is_part else values.data
+        self.optimizer_parameters[i].grad = shard
+
+    def _drop_gradients(self) -> None:
+        self.gradients.drop()
+        self._unreduced.clear()
+        for p in self.optimizer_parameters:
+            p.grad = None
+        self.local = [False] * len(self.names)
+
+    def _shard_versions(self) -> list[int]:
+        return [p._version for p in self.optimizer_parameters]
+
+    def _compare_writes(self) -> None:
+        """Note writes to shards since the last step; all ranks have to make the same ones."""
+        versions = self._shard_versions()
+        if versions != self._versions:
+            counts = [now - before for now, before in zip(versions, self._versions, strict=True)]
+            self._update_digest = zlib.crc32(repr(counts).encode(), self._update_digest)
+            self._versions = versions
+
+    def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0) -> Header:
+        return super()._header(bucket, plan, round)._replace(update_digest=self._update_digest)
 
     def _open(self, bucket: Bundle) -> None:
         """Nothing: gradients wait in ``.grad`` until it is their unit's turn."""
@@ -352,8 +357,7 @@ class SliceReducer(Reduction):
     def _close(self, bucket: Bundle) -> None:
         assert isinstance(bucket, SlicedBucket)
         bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
-        if self.closed is not None:
-            self.closed(bucket.space)
+        self.closed(bucket.unit)
         self.turns.ready(bucket)
 
     def _stage(self, bucket: Bundle) -> Work:
@@ -367,99 +371,28 @@ class SliceReducer(Reduction):
                 with self.recorder.span(GRADIENT_SYNC, lane="host"):
                     before.wait()
             before.wait()
-        carried = self._carry(bucket)
         buffer = staging.buffer(number, bucket)
         self.gradients.land(bucket, buffer)
         bucket.nodes.clear(buffer)  # other units have been there
         if self.observer is not None:
             self.observer(self._staged_leaf, bucket, buffer)
         self.gradients.take(bucket)
-        for slot in bucket.slots:
-            slot.present = slot.present or slot.position in self._carried
-        return self._send(bucket, carried)
+        return self._send(bucket)
 
-    def _carry(self, bucket: SlicedBucket) -> list[slice]:
-        """The parts of this rank's slice that count for every micro-batch; their placeholders go."""
-        for slot in bucket.slots:
-            if self._stands_in(slot.position):
-                self.parameters[slot.position].grad = None
-                self._carried.add(slot.position)
-        if not self._carried:
-            return []
-        own = [held for held in bucket.space.held if self._position[id(held.parameter)] in self._carried]
-        return [bucket.range_of(held) for held in own]
-
-    def _forget_discarded(self) -> None:
-        """What was carried is gone where ``.grad`` is None by now: ``zero_grad()`` discards all of a sum."""
-        self._carried = {
-            i for i in self._carried if i in self._put_aside or self.parameters[i].grad is not None
-        }
-
-    def _send(self, bucket: SlicedBucket, carried: Sequence[slice] = ()) -> Work:
+    def _send(self, bucket: SlicedBucket) -> Work:
         assert self.plan is not None
         turn = len(self._works) // len(self.buckets)
         number = len(self._works) % self.reduce_scatter.staging.num_buffers
-        num_carried = sum(slot.position in self._carried for slot in bucket.slots)
-        header = self._header(bucket, self.plan, turn, num_carried)
+        header = self._header(bucket, self.plan, turn)
         computed, rounds, by_group = self.stream.computed(), self._rounds, self._by_group
 
         def run() -> None:
             with self.stream.after(computed):
                 is_last = turn + 1 == len(rounds)
-                self.reduce_scatter.run_round(
-                    bucket, number, header, rounds[turn], by_group, is_last=is_last, carried=carried
-                )
+                self.reduce_scatter.run_round(bucket, number, header, rounds[turn], by_group, is_last=is_last)
 
         self._works.append(self.lane.submit(f"the exchange of unit {bucket.index} in round {turn}", run))
         return self._works[-1]
-
-    def _stands_in(self, i: int) -> bool:
-        """Whether the ``.grad`` of parameter i stands for a gradient in slices.
-
-        Raises:
-            ValueError: it did, until it was written to.
-        """
-        gradient = self.parameters[i].grad
-        if gradient is None or gradient is not self._placeholders[i]:
-            return False
-        if was_written(gradient):
-            raise ValueError(
-                f"the .grad of {self.names[i]!r} was written to, and only stands for a gradient in slices: "
-                "discard gradients with zero_grad(set_to_none=True), scale them with instep.clip_grad_norm_"
-            )
-        return True
-
-    def _coming(self, i: int, gradient: Tensor) -> None:
-        """Autograd is about to accumulate into the ``.grad`` of parameter i, which a placeholder cannot take.
-
-        Or ``autograd.grad`` asks for the gradient: then nothing is accumulated, and it has to be put back.
-        """
-        if self.parameters[i].grad is None:
-            self._carried.discard(i)
-        elif self._stands_in(i):
-            self.parameters[i].grad = None
-            self._carried.add(i)
-            if not self._put_aside:
-                torch.autograd.Variable._execution_engine.queue_callback(self._put_back)
-            self._put_aside.add(i)
-
-    def _put_back(self) -> None:
-        """Backward has ended: placeholders return where nothing has come."""
-        aside, self._put_aside = self._put_aside, set()
-        for i in aside & self._carried:
-            if self.parameters[i].grad is None and self.plan is None:
-                self._carried.discard(i)
-                if not self.local[i]:  # else one has come, and is gone again with all of the sum
-                    self.parameters[i].grad = self._placeholders[i]
-
-    def _require_unmoved(self) -> None:
-        for space in self.spaces:
-            if (parameter := space.moved()) is not None:
-                raise ValueError(
-                    f"parameter {self.names[self._position[id(parameter)]]!r} has other memory than when it "
-                    "was sharded (module.to(), .data = ..., vector_to_parameters, parametrizations): convert "
-                    "first, then call fully_shard; change values in place, p.copy_(values) under no_grad()"
-                )
 
 
 class InUnitOrder:

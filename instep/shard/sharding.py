@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from instep.errors import PeerLost
+from instep.errors import Desync
 from instep.hook import Hook, weakly
 from instep.mesh.mesh import Mesh
 from instep.net.agree import all_or_none, require_same_lines
 from instep.net.clocks import measure
 from instep.net.device import generators, marks_for
+from instep.net.lane import Lane
 from instep.net.process_group import Group
 from instep.reduce.header import BARRIER
 from instep.reduce.node_format import NodeFormat
 from instep.rng.keys import LeafKeys
 from instep.shard import checks
-from instep.shard.flat_parameters import FlatParameters, Stage2Parameters
-from instep.shard.layout import cut
-from instep.shard.materialise import Init, prepare
+from instep.shard.gather import Gathers, UnitHooks
+from instep.shard.materialise import ALIKE, Init, materialise, prepare
 from instep.shard.partition import UnitMembers, by_kind, partition
 from instep.shard.reducer import SliceReducer
 from instep.shard.shard_groups import awaits_rank, find_shard_ranks
-from instep.shard.stage3 import Stage3
-from instep.shard.unit import Divided, Unit
+from instep.shard.state_dicts import state_dict_hooks
+from instep.shard.unit import Unit, places_of
 from instep.state import homes
 from instep.state.alignment import align
+from instep.state.homes import DividedOptimizer, ParameterShard
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
-from instep.step.backward import Backward, release
+from instep.step.backward import Backward, is_in_backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.verify.gradient_report import Report
@@ -59,7 +61,6 @@ class ShardingOptions:
     stage: int
     compute_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
-    one_copy: bool = False
     init_sync: bool | str = True
     find_unused_parameters: bool | None = None
     seed: int = 0
@@ -76,11 +77,6 @@ class ShardingOptions:
             )
         if self.init_sync not in (True, "verify"):
             raise ValueError(f"init_sync={self.init_sync!r}: expected True or 'verify'")
-        if self.in_slices and self.one_copy:
-            raise ValueError(
-                "one_copy=True is for stage 2 without compute_dtype: with these options each rank has a "
-                "slice of the weights, and there is no copy to share"
-            )
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype: expected one of floating point, got {self.compute_dtype}")
 
@@ -88,11 +84,6 @@ class ShardingOptions:
     def node_format(self) -> NodeFormat:
         """Of the sum tree."""
         return NodeFormat(self.nodes, self.rounding, self.seed)
-
-    @property
-    def in_slices(self) -> bool:
-        """Whether the weights that are stepped are in slices, and gathered for the computation."""
-        return self.stage == 3 or self.compute_dtype is not None
 
 
 @dataclass(frozen=True)
@@ -132,15 +123,14 @@ class Sharding:
     ) -> None:
         self.kind = type(module)
         self.next_step = 0
-        self.stage3: Stage3 | None = None
-        self.spaces: list[FlatParameters] = []
+        self.units: list[Unit] = []
         self._first_values: FirstValues | None = None
         self._unfilled: list[Unit] | None = None  # units that had no values when ranks met; None: not yet
         self._local, self._broadcast_buffers = local, broadcast_buffers
 
         def check() -> Considered:
             options = consider()
-            registry = _checked(module, options, self.ranks.weights)
+            registry = _checked(module, options)
             kinds = [kind for unit in partition(module, local.units) for kind in by_kind(unit)]
             return options, registry, kinds
 
@@ -159,35 +149,29 @@ class Sharding:
         self.group = self.ranks.whole
         try:
             self.options, registry, self._kinds = self._compare(module, check, again=again)
-            spaces = self._make_spaces(module, again=again)
-            align([*module.parameters(), *module.buffers()])  # what is not in them
-            self._reduce(module, registry, spaces)
+            self._make_units(module, again=again)
+            own = {id(p) for unit in self.units for p in unit.parameters}
+            align([x for x in (*module.parameters(), *module.buffers()) if id(x) not in own])
+            self._reduce(module, registry)
         except BaseException:
-            self._let_spaces_go(wait=False)
+            self._leave_homes()
             self.ranks.close()
             raise
 
     def leave(self) -> None:
-        """As ``Wrapped`` says; parameters show nothing in stage 3, until ``join`` and a state that is put."""
+        """As ``Wrapped`` says; parameters have no values until ``join`` and a state that is put."""
         self._declared.abandon()
-        self.close(wait=False)
-        if self.stage3 is not None:
-            if self._unfilled is None:
-                self._unfilled = [unit for unit in self.stage3.units if unit.is_vacant]
-            for unit in self.stage3.units:
-                unit.vacate()
+        self.close()
+        if self._unfilled is None:
+            self._unfilled = [unit for unit in self.units if not unit.has_values]
+        for unit in self.units:
+            unit.leave()
 
     def join(self, mesh: Mesh) -> None:
         """As ``Wrapped`` says; after ``leave``."""
         before, module = self.backward, self.backward.module
-
-        def check() -> Considered:
-            registry = ParameterRegistry(module)
-            if self.options.one_copy:
-                checks.require_one_copy([p for _, p in registry.trainable], self.ranks.weights)
-            return self.options, registry, self._kinds
-
         with before.registry.as_wrapped():
+            check = lambda: (self.options, ParameterRegistry(module), self._kinds)  # noqa: E731
             self._take_part(module, mesh, check, again=True)
         self.backward.sync, self.backward.step_mode = before.sync, before.step_mode
 
@@ -203,11 +187,9 @@ class Sharding:
 
     def materialise(self, init: Init | None, seed: int) -> None:
         """As ``FullySharded.materialise``: the values are those of the first rank of all."""
-        if self.stage3 is None:
-            raise ValueError("materialise() is for stage=3: in stage 2 there is nothing on the meta device")
-        new = [unit for unit in self.stage3.units if not unit.materialised]
+        new = [unit for unit in self.units if not unit.has_values]
         if any(unit.is_vacant for unit in new):
-            prepare(self.stage3.module, new, init, seed)
+            prepare(self.backward.module, new, init, seed)
             self._first_values = FirstValues(init, seed)
         else:
             self._fill(new, FirstValues(init, seed))
@@ -228,43 +210,51 @@ class Sharding:
         self._fill(self._unfilled, self._first_values)
 
     def _fill(self, units: Sequence[Unit], values: FirstValues) -> None:
-        assert self.stage3 is not None
-        self.stage3.materialise(values.init, seed=values.seed, units=units)
+        made = materialise(self.backward.module, units, values.init, values.seed)
+        require_same_lines(self.ranks.shard_group, "the first values of parameters", made, fix=ALIKE)
         replicas = self.ranks.replicate_group
         if replicas is not None:
             for unit in units:
                 replicas.broadcast(unit.slice.view(torch.uint8), f"the first values of unit {unit.name!r}")
-            self.barrier("the first values of the parameters")
+        for unit in units:
+            unit.loaded()
+        self.reducer.settled()
 
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """As ``Verifiable.verify``."""
         options = self.options
         strategy = f"fully_shard, stage {options.stage}"
-        subject = _subject_of(self.backward, self.reducer, self.stage3, strategy=strategy, seed=options.seed)
+        subject = _subject_of(self, strategy=strategy, seed=options.seed)
         return verify(subject, self._process_group, batch, loss, rtol)
 
     def barrier(self, operation: str) -> None:
         """No rank returns before all have come; between two steps."""
         self.reducer.rendezvous(BARRIER, operation)
 
-    def close(self, *, wait: bool = True) -> None:
-        """Remove the hooks, end the lane, give back the groups; also happens when it is collected.
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """As ``instep.gathered``."""
+        optimizer_guard.require_between_steps(self.reducer.optimizer_parameters, "instep.gathered()")
+        with ExitStack() as stack, torch.no_grad():
+            for unit in self.units:
+                stack.enter_context(unit.made_whole(self.gathers.masters(unit)))
+            with torch.enable_grad():
+                yield
 
-        ``wait``: until no other rank gathers any more, unless one of them is lost.
-        """
-        wait = wait and not isinstance(self.reducer.lane.failed, PeerLost)
+    def close(self) -> None:
+        """Remove the hooks, end the lanes, give back the groups; also happens when it is collected."""
         self.reducer.leave()
         self._unbind()
-        optimizer_guard.forget([*self.reducer.parameters, *(p for _, p in self._declared.registry.frozen)])
+        optimizer_guard.forget(
+            [*self.reducer.optimizer_parameters, *(p for _, p in self._declared.registry.frozen)]
+        )
+        self.hooks.ended()
         self.reducer.gradients.drop()
-        self._let_spaces_go(wait=wait)
+        self._leave_homes()
 
-    def _let_spaces_go(self, *, wait: bool) -> None:
-        for space in self.spaces:
-            homes.leave(space)
-            space.release()
-        if self.stage3 is not None:
-            self.stage3.close(wait=wait)
+    def _leave_homes(self) -> None:
+        for unit in self.units:
+            homes.leave(unit)
 
     def _compare(self, module: nn.Module, check: Callable[[], Considered], *, again: bool) -> Considered:
         """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
@@ -278,78 +268,86 @@ class Sharding:
             agree_on_values(module, self.group)
         return checked
 
-    def _make_spaces(self, module: nn.Module, *, again: bool) -> list[Divided]:
-        """Memory for the parameters, which move there; ``again``: with whatever values, until others come."""
-        options, kinds, self.spaces = self.options, self._kinds, []
-        trainable = [kind for kind in kinds if kind.parameters[0].requires_grad]
-        if not again:
-            divided = {id(p) for kind in (kinds if options.in_slices else trainable) for p in kind.parameters}
+    def _make_units(self, module: nn.Module, *, again: bool) -> None:
+        """Shards of the parameters; ``again``: without values, until others come."""
+        options, group = self.options, self.ranks.shard_group
+        if again:
+            for unit in self.units:
+                unit.lay_out(group)
+        else:
+            divided = {id(p) for kind in self._kinds for p in kind.parameters}
             # Within a shard group, units take the values of its first rank; shard groups share nothing else.
             alone = self.ranks.replicate_group is None
             broadcast_values(module, self.group, but=divided if alone else ())
-        spaces: list[Divided]
-        if not options.in_slices:
-            same: dict[str, Any] = {"one_copy": options.one_copy, "aligned": not again}
-            with torch.no_grad():
-                spaces = [
-                    Stage2Parameters(kind.parameters, cut, self.ranks.weights, kind.names, **same)
-                    for kind in trainable
-                ]
-            self.spaces += spaces
-        else:
-            self.stage3 = Stage3(
-                module,
-                self.ranks.shard_group,
-                self.ranks.weights,
-                self.recorder,
-                compute_dtype=options.compute_dtype,
-                reshard_after_forward=options.stage == 3 and options.reshard_after_forward,
-                units=self._local.units,
-                device=self._local.device,
-                vacant=awaits_rank(self._process_group),
-                before=self.stage3,
-            )
-            spaces = [unit for unit in self.stage3.units if unit.trainable]
-            self.spaces += self.stage3.units
-        for space in self.spaces:
-            space.everyone = self.group
-            homes.settle(space)
-        return spaces
+            places = places_of(module)
+            self.units = [
+                Unit(
+                    number,
+                    kind,
+                    places,
+                    group,
+                    keeps=options.stage == 2,
+                    compute_dtype=options.compute_dtype,
+                    device=self._local.device,
+                    vacant=awaits_rank(self._process_group),
+                )
+                for number, kind in enumerate(self._kinds)
+            ]
+        for unit in self.units:
+            unit.everyone = self.group
+            homes.settle(unit)
 
-    def _reduce(self, module: nn.Module, registry: ParameterRegistry, spaces: Sequence[Divided]) -> None:
-        """Take part in forward and backward: reducer, keys, hooks."""
-        offsets_ns = measure(self.group).offsets_ns
-        names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
+    def _reduce(self, module: nn.Module, registry: ParameterRegistry) -> None:
+        """Take part in forward and backward: gathers, reducer, keys, hooks."""
+        options, offsets_ns = self.options, measure(self.group).offsets_ns
+        self.gathers = Gathers(self.ranks.weights, self.units, self.recorder)
+        reshard = options.stage == 3 and options.reshard_after_forward
+        self.hooks = UnitHooks(module, self.units, self.gathers, reshard=reshard)
         self.reducer = SliceReducer(
-            names,
-            parameters,
-            spaces,
+            [name for name, _ in registry.trainable],
+            [unit for unit in self.units if unit.trainable],
             self.ranks,
             self.recorder,
-            unused=self.options.find_unused_parameters,
-            overlap=self.options.overlap,
-            nodes=self.options.node_format,
+            self.gathers,
+            unused=options.find_unused_parameters,
+            overlap=options.overlap,
+            nodes=options.node_format,
         )
         self.reducer.exchange.offsets_ns = offsets_ns
-        if self.stage3 is not None:
-            self.reducer.closed = weakly(self.stage3.closed)
-            self.reducer.ended = weakly(self.stage3.ended)
-            self.stage3.meet = weakly(self.barrier)
-            self.reducer.problem = weakly(self.stage3.problem)
-        on = parameters[0].device if parameters else torch.device("cpu")
+        self.reducer.closed = weakly(self.hooks.closed)
+        self.reducer.ended = weakly(self.hooks.ended)
+        self.gathers.reduction_error = weakly(self._error_of_reduction)
+        for unit in self.units:
+            unit.divide = weakly(self._divide)
+            for whole, p in zip(unit.whole, unit.parameters, strict=True):
+                registry.stand_for(whole, p)
+        on = self.units[0].device if self.units else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(on)
-        keys = LeafKeys(module, self.options.seed, generators(on))
+        keys = LeafKeys(module, options.seed, generators(on))
         self._declared = DeclaredStep(module, self.reducer, keys, registry)
         self.backward = Backward(self._declared, broadcast=self._broadcast_buffers)
-        hooks = [*self.backward.hooks, *self.reducer.hooks]
-        if (dtype := self.options.compute_dtype) is not None:
+        hooks = [*self.backward.hooks, *self.hooks.hooks, *state_dict_hooks(module, self.units)]
+        hooks += [p.register_hook(partial(_used_outside, name)) for name, p in registry.trainable]
+        hooks.append(module.register_forward_pre_hook(Hook(weakly(self._begins)), prepend=True))
+        if (dtype := options.compute_dtype) is not None:
             cast = Hook(partial(_cast_inputs, dtype))
             casts = dict.fromkeys([module, *(kind.module for kind in self._kinds)])
             hooks += [m.register_forward_pre_hook(cast, prepend=True, with_kwargs=True) for m in casts]
-        # The group for the weights is stage 3's to close: other ranks may still gather.
-        groups = [g for g in self.ranks.groups if self.stage3 is None or g is not self.ranks.weights]
-        self._unbind = weakref.finalize(self, release, hooks, self.reducer.lane, *groups)
+        groups = self.ranks.groups
+        self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, self.gathers.lane, groups)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
+
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        if not is_in_backward():
+            self.reducer.drop_discarded()
+
+    def _error_of_reduction(self) -> BaseException | None:
+        failed = self.reducer.lane.failed
+        return failed if isinstance(failed, Desync) else None
+
+    def _divide(self, optimizer: Optimizer) -> DividedOptimizer:
+        """The state of a plain ``optimizer`` of these parameters."""
+        return homes.divided_over(optimizer, self.units, self.ranks.shard_group, self.ranks.num_replicas)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("the sharding of a module holds process groups and cannot be copied")
@@ -364,26 +362,21 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
     return tree_map_only(Tensor, cast, (args, kwargs))
 
 
-def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> ParameterRegistry:
+def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
     """The parameters of ``module``, if they can be sharded."""
     registry = ParameterRegistry(module)
     checks.require_no_pipeline(module)
     optimizer_guard.require_unwatched([p for _, p in [*registry.trainable, *registry.frozen]])
-    for name, p in registry.trainable:
+    for name, p in [*registry.trainable, *registry.frozen]:
+        checks.require_plain(name, p)
+        if p.grad is not None:
+            raise ValueError(f"parameter {name!r} has a gradient: call zero_grad() before fully_shard")
         if checks.claimed(p):
             raise ValueError(
                 f"parameter {name!r} has a ShardedOptimizer already, which would step memory no longer in "
                 "use: call fully_shard first, then make the optimizer from model.parameters()"
             )
-        if p.grad is not None:
-            raise ValueError(f"parameter {name!r} has a gradient: call zero_grad() before fully_shard")
-        if options.node_format.minds_order and not homes.in_order(p.shape, homes.dense_strides(p)):
-            raise ValueError(
-                f"parameter {name!r} lies in another order of memory (channels_last, transposed), and with "
-                f"nodes={options.nodes!r}, rounding={options.rounding!r} its gradient is rounded in order "
-                "of its elements: make it contiguous, or use bfloat16 and nearest, or DataParallel"
-            )
-        if p.is_meta and not options.in_slices:
+        if p.is_meta and options.stage == 2:
             raise ValueError(
                 f"parameter {name!r} is on the meta device, and stage 2 has all weights on every rank: "
                 "materialise the module first, or use stage=3"
@@ -391,45 +384,55 @@ def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> Param
     for name, m in module.named_modules():
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be cut: make it with sparse=False")
-        if options.in_slices and isinstance(m, torch.jit.ScriptModule) and any(True for _ in m.parameters()):
+        if isinstance(m, torch.jit.ScriptModule) and any(True for _ in m.parameters()):
             raise ValueError(
                 f"{name!r} is compiled by torch.jit, and its forward takes no hook that could gather its "
-                "weights: use stage=2 without compute_dtype, or DataParallel, or leave it uncompiled"
+                "weights: use DataParallel, or leave it uncompiled"
             )
-    checks.require_apart(module, frozen_too=options.in_slices)
-    if not options.in_slices:
-        checks.require_new([p for _, p in registry.trainable])
-    if options.one_copy:
-        checks.require_one_copy([p for _, p in registry.trainable], group)
+    checks.require_apart(module, frozen_too=True)
     return registry
 
 
-def _subject_of(
-    backward: Backward, reducer: SliceReducer, stage3: Stage3 | None, *, strategy: str, seed: int
-) -> Subject:
-    """The module of ``backward``, whose weights are in slices too if there is a ``stage3``."""
-    position = {id(p): i for i, p in enumerate(reducer.parameters)}
-    held = [x for space in reducer.spaces for x in space.held]
+def _used_outside(name: str, gradient: Tensor) -> None:
+    raise ValueError(
+        f"parameter {name!r} was used outside of the forward of the module that it belongs to, where it is this "
+        "rank's shard: call that module, or make all that uses the parameter one unit, with "
+        "fully_shard(..., units=[...]), or have it in no unit, which is then the root's"
+    )
+
+
+def _release(hooks: Sequence[Any], lane: Lane, gather_lane: Lane, groups: Sequence[Group]) -> None:
+    for group in groups:
+        group.give_up()
+    gather_lane.close()
+    release(hooks, lane, *groups)
+
+
+def _subject_of(sharding: Sharding, *, strategy: str, seed: int) -> Subject:
+    """The module of ``sharding`` for ``verify``."""
+    reducer, backward = sharding.reducer, sharding.backward
+    position = {id(p): i for i, p in enumerate(reducer.optimizer_parameters)}
+    held = [x for unit in reducer.units for x in unit.held]
+    names = {
+        id(p): name for unit in sharding.units for p, name in zip(unit.parameters, unit.names, strict=True)
+    }
     return Subject(
         model=backward.module,
         backward=backward,
         strategy=strategy,
         seed=seed,
         copy=reducer.ranks.replica,
-        pieces=[
-            GradientPiece(position[id(x.parameter)], x.part_of, partial(reducer.gradient_of, x)) for x in held
+        pieces=[GradientPiece(position[id(x.parameter)], x.part_of, partial(_gradient_of, x)) for x in held],
+        values=[
+            *(Value(names[id(x.parameter)], x.first, x.tensor) for unit in sharding.units for x in unit.held),
+            *(Value(name, 0, p) for name, p in backward.module.named_parameters() if id(p) not in names),
         ],
-        values=_values(backward, stage3),
         memory=[bucket.reduced for bucket in reducer.buckets],
-        apart=nullcontext if stage3 is None else stage3.apart,
+        follow=sharding.gathers.follow if reducer.ranks.replica == 0 else lambda: None,
+        done=sharding.gathers.done,
     )
 
 
-def _values(backward: Backward, stage3: Stage3 | None) -> list[Value]:
-    """Masters of what is in slices, which parameters do not show; all of the others."""
-    units = [] if stage3 is None else stage3.units
-    names = {id(p): name for unit in units for p, name in zip(unit.parameters, unit.names, strict=True)}
-    return [
-        *(Value(names[id(x.parameter)], x.first, x.tensor) for unit in units for x in unit.held),
-        *(Value(name, 0, p) for name, p in backward.module.named_parameters() if id(p) not in names),
-    ]
+def _gradient_of(held: ParameterShard) -> Tensor | None:
+    gradient = held.parameter.grad
+    return None if gradient is None else gradient.detach()

@@ -68,9 +68,10 @@ class Unit(Home):
         vacant: bool = False,
     ) -> None:
         first = members.parameters[0]
+        self.parameters: list[nn.Parameter] = list(members.parameters)
         self.number, self.name, self.module = number, members.name, members.module
-        self.names, self.parameters = list(members.names), list(members.parameters)
-        self.shapes = [p.shape for p in self.parameters]
+        self.names = list(members.names)
+        self._shapes = [p.shape for p in self.parameters]
         self.trainable = first.requires_grad
         self.dtype = self.compute_dtype = first.dtype
         if compute_dtype is not None:
@@ -82,6 +83,11 @@ class Unit(Home):
         self.is_vacant = vacant and first.is_meta
         self.has_values = not first.is_meta
         self.divide: Callable[[Optimizer], DividedOptimizer] | None = None
+        self.is_made_whole = False  # the user's parameters are whole
+        self.is_shown = False  # the module has the whole ones
+        self.whole: list[nn.Parameter] = []
+        self._gathered_versions: list[int] = []  # of the shards, when ``flat`` had their values
+        self._seen_versions: list[int] = []
         self.work: Work | None = None  # the gather that fills ``flat``
         self._places = [places[id(p)] for p in self.parameters]
         values = [p.detach() for p in self.parameters] if self.has_values else None
@@ -114,8 +120,13 @@ class Unit(Home):
         """This rank's part of ``flat``."""
         return self.flat.split(self.layout.slice_length)[self.group.rank]
 
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of the whole parameters."""
+        return self._shapes
+
     def shape_of(self, parameter: Tensor) -> torch.Size:
-        return self.shapes[self._number_of(parameter)]
+        return self._shapes[self._number_of(parameter)]
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         return self.layout.slices_with(self._number_of(parameter))
@@ -182,12 +193,13 @@ class Unit(Home):
 
     def views_in(self, flat: Tensor) -> list[Tensor]:
         """All parameters in ``flat``, which is laid out as the unit is."""
-        offsets = zip(self.layout.offsets, self.shapes, strict=True)
+        offsets = zip(self.layout.offsets, self._shapes, strict=True)
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in offsets]
 
     @contextmanager
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the user's parameters are ``values``, in the full shape; what was written to them is kept."""
+        self.is_made_whole = True
         for p, value in zip(self.parameters, values, strict=True):
             p.data = value
         before = [p._version for p in self.parameters]
@@ -196,6 +208,7 @@ class Unit(Home):
         finally:
             written = [p._version != v for p, v in zip(self.parameters, before, strict=True)]
             values = [p.detach() for p in self.parameters]
+            self.is_made_whole = False
             for p, shard in zip(self.parameters, self._shards, strict=True):
                 p.data = shard
             for i, value in enumerate(values):
@@ -251,14 +264,13 @@ class Unit(Home):
     def _lay_out(self, group: Group) -> None:
         self.group = self.everyone = group
         granule = max(align_bytes(self.device) // min(self.dtype.itemsize, self.compute_dtype.itemsize), 16)
-        self.layout = cut([shape.numel() for shape in self.shapes], group.size, granule)
+        self.layout = cut([shape.numel() for shape in self._shapes], group.size, granule)
         same = self.dtype == self.compute_dtype
         self._shares_memory = same and (self.keeps or group.size == 1)
         self.flat = torch.zeros(self.layout.num_elements, dtype=self.compute_dtype, device=self.device)
-        before = getattr(self, "whole", None)
         with torch.enable_grad():  # leaves, whose versions count for themselves
             views = [view.data for view in self.views_in(self.flat)]
-        if before is None:
+        if not self.whole:
             self.whole = [nn.Parameter(view, self.trainable) for view in views]
             for p, whole in zip(self.parameters, self.whole, strict=True):
                 whole.__dict__.update(p.__dict__)
@@ -266,8 +278,7 @@ class Unit(Home):
             for whole, view in zip(self.whole, views, strict=True):
                 whole.data = view
         self.is_shown = False
-        self._gathered_versions: list[int] = []
-        self._seen_versions: list[int] = []
+        self._gathered_versions, self._seen_versions = [], []
         self.flat.untyped_storage().resize_(0)
         self._make_shards()
 
@@ -287,19 +298,24 @@ class Unit(Home):
         pieces = self.layout.pieces(rank)
         for x in pieces if not self.is_vacant else ():
             part = self.slice[x.offset - rank * length :][: x.last - x.first].data
-            shards[x.parameter] = part.view(self.shapes[x.parameter]) if self._is_whole(x) else part
+            shards[x.parameter] = part.view(self._shapes[x.parameter]) if self._is_whole(x) else part
         self._shards = shards
         for p, shard in zip(self.parameters, shards, strict=True):
             become(p, shard)
         self.held = [
-            ParameterShard(self.parameters[x.parameter], x.first, x.last, self.parameters[x.parameter],
-                           self.shapes[x.parameter])
+            ParameterShard(
+                self.parameters[x.parameter],
+                x.first,
+                x.last,
+                self.parameters[x.parameter],
+                self._shapes[x.parameter],
+            )
             for x in pieces
         ]
 
     def _is_whole(self, piece: object) -> bool:
         x = piece
-        return x.last - x.first == self.shapes[x.parameter].numel()  # type: ignore[attr-defined]
+        return x.last - x.first == self._shapes[x.parameter].numel()  # type: ignore[attr-defined]
 
     def _adopt(self, values: Sequence[Tensor]) -> None:
         """Keep this rank's part of the first rank's ``values``."""
@@ -311,7 +327,7 @@ class Unit(Home):
         self.slice.copy_(flat.split(self.layout.slice_length)[self.group.rank])
 
 
-def become(p: nn.Parameter, value: Tensor) -> None:
+def become(p: Tensor, value: Tensor) -> None:
     """``p`` has the memory of ``value`` from now on, and stays the same object, also from the meta device."""
     if not p.is_meta:
         p.data = value

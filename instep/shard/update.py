@@ -1,6 +1,5 @@
 """One step of an optimizer whose work is divided: each rank updates its slices, then all get the new weights.
 
-ready?     where others read this rank's slices, all come together before they are written to
 update     ``local``, an optimizer over this rank's pieces, steps them
 vote       did it go well on all ranks, and was it the same step? Then no rank uses the old weights any more
 share      the new slices travel to whoever keeps all of the weights
@@ -37,12 +36,10 @@ class ShardedUpdate:
         optimizer: Optimizer,
         local: Optimizer,
         closure: Callable[[], Any] | None = None,
-        check: Callable[[], None] = lambda: None,
     ) -> Any:
         """``local`` steps its pieces of the parameters of ``optimizer``, with the options of its groups.
 
-        Returns what ``closure()``, called first, has returned. What ``check()`` raises on one rank makes all
-        raise, and nothing is changed. Collective.
+        Returns what ``closure()``, called first, has returned. Collective.
 
         Raises:
             as ``ShardedOptimizer.step``.
@@ -50,7 +47,7 @@ class ShardedUpdate:
         self._status.require_sound()
         self._status.meeting = meeting_of(optimizer, self._status.group)
         try:
-            return self._make(optimizer, local, closure, check)
+            return self._make(optimizer, local, closure)
         finally:
             self._status.meeting = None  # else a reduction, with all its memory, outlives its wrapper
 
@@ -59,32 +56,25 @@ class ShardedUpdate:
         optimizer: Optimizer,
         local: Optimizer,
         closure: Callable[[], Any] | None,
-        check: Callable[[], None],
     ) -> Any:
-        loss, raised, outcome, presence = None, None, REFUSED, None
+        loss, raised, outcome = None, None, REFUSED
         groups = optimizer.param_groups
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
                 require_reduced(optimizer)
-            check()
             self._check(groups)
             outcome = READY
         except BaseException as error:
             raised = error
-        if self._shards.others_read:
-            with self._recorder.span(PARAMETER_UPDATE, lane="host"):
-                presence = self._meet(outcome, raised, groups)
         if outcome == READY:
             outcome, raised = self._attempt(local, groups)
         if self._status.group.size > 1:
-            self._exchange(outcome, raised, groups, presence)
+            self._exchange(outcome, raised, groups)
         elif raised is not None:
             self._status.broken = ""  # as with the plain optimizer: a loop that catches it may go on
             raise raised
-        else:
-            self._shards.share("the new weights")
         stepped = [p for p in self._shards.owned if p.grad is not None]
         if stepped:
             increment_version(stepped)  # a graph from before the step must not use the new values
@@ -98,18 +88,6 @@ class ShardedUpdate:
         if (parameter := self._shards.moved()) is not None:
             raise checks.moved_error(groups, parameter)
 
-    def _meet(self, outcome: int, raised: BaseException | None, groups: Groups) -> int:
-        """All ranks have come to the same step, and hold the same weights, or all raise; the ``presence``."""
-        mine = vote(outcome, groups, self._shards.edits())
-        votes = self._status.vote(mine, raised)
-        if len({x.edits for x in votes}) > 1:
-            self._status.run(
-                "the comparison of weights",
-                lambda: checks.require_same_weights(groups, self._status.steps, self._status.group),
-            )
-        self._shards.publish()
-        return mine.presence
-
     def _attempt(self, local: Optimizer, groups: Groups) -> tuple[int, BaseException | None]:
         """How it went, and what it raised."""
         self._status.broken = f"step {self._status.steps} was not completed"
@@ -120,13 +98,11 @@ class ShardedUpdate:
             return FAILED, error
         return FINE, None
 
-    def _exchange(
-        self, outcome: int, raised: BaseException | None, groups: Groups, presence: int | None
-    ) -> None:
+    def _exchange(self, outcome: int, raised: BaseException | None, groups: Groups) -> None:
         """All ranks get the new values, or all raise."""
         num_bytes = self._shards.bytes_to_share
         with self._recorder.span(PARAMETER_UPDATE, lane="host", num_bytes=num_bytes):
-            self._status.vote(vote(outcome, groups, presence=presence), raised)
+            self._status.vote(vote(outcome, groups), raised)
             with self._status.together():
                 self._shards.share(f"the new weights of step {self._status.steps}")
 
@@ -156,7 +132,6 @@ def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Groups) ->
     for group, own, alike in zip(groups, local.param_groups, taken, strict=True):
         own.update({**group_options(group), **alike})
     try:
-        shards.collect()
         shards.set_gradients()
         with torch.no_grad(), _rounded_alike(local):
             local.step()

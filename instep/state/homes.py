@@ -90,22 +90,14 @@ class Home:
     group: Group
     everyone: Group
     names: list[str]
-    parameters: list[Tensor]
+    parameters: Sequence[Tensor]
     held: list[ParameterShard]
     resident: bool = True  # every rank has all values between steps; else a rank has its ``held`` alone
-    one_copy: bool = False  # all ranks of ``group`` have the same memory
+    has_values: bool = (
+        True  # False: from the meta device, or waiting for another group
+    )
     outer: Home | None = None  # the home whose ``held`` this one divides further
     replicas: Mesh | None = None  # an optimizer may divide what is replicated along its data axes
-
-    @property
-    def has_values(self) -> bool:
-        """False for parameters from the meta device, and those that wait for another group."""
-        return True
-
-    @property
-    def num_others_bytes(self) -> int:
-        """Bytes of memory mapped by this rank that other ranks count, or that are mapped twice."""
-        return 0
 
     @property
     def gathered(self) -> list[Tensor]:
@@ -115,6 +107,10 @@ class Home:
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         """The strides of all of ``parameter``, which its memory does not show at all times."""
         return parameter.stride()
+
+    def shape_of(self, parameter: Tensor) -> torch.Size:
+        """The shape of all of ``parameter``."""
+        return parameter.shape
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
@@ -160,6 +156,12 @@ def home(parameter: Tensor) -> Home | None:
     """The home that ``parameter`` lives in, or None."""
     known = _homes.get(parameter)
     return None if known is None else known()
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of all of ``parameter``, of which this rank may have a shard."""
+    there = home(parameter)
+    return parameter.shape if there is None else there.shape_of(parameter)
 
 
 def homes(tensors: Iterable[Tensor]) -> list[Home]:
@@ -264,7 +266,27 @@ class DividedOptimizer:
 
 def undivided(optimizer: Optimizer) -> DividedOptimizer:
     """The description of a plain ``optimizer``, which steps whole parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = {i: ParameterShard(p, 0, p.numel(), p, p.shape) for i, p in enumerate(_parameters(optimizer))}
+    return _plain(optimizer, held, alone(), (), 1)
+
+
+def divided_over(
+    optimizer: Optimizer, spaces: Sequence[Home], group: Group, num_replicas: int
+) -> DividedOptimizer:
+    """The description of a plain ``optimizer`` whose parameters are this rank's shards in ``spaces``."""
+    shards = {id(x.parameter): x for there in spaces for x in there.held}
+    held = {i: shards[id(p)] for i, p in enumerate(_parameters(optimizer)) if id(p) in shards}
+    return _plain(optimizer, held, group, spaces, num_replicas)
+
+
+def _plain(
+    optimizer: Optimizer,
+    held: Mapping[int, ParameterShard],
+    group: Group,
+    spaces: Sequence[Home],
+    num_replicas: int,
+) -> DividedOptimizer:
+    parameters = _parameters(optimizer)
 
     def load(states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         for number, state in states.items():
@@ -274,8 +296,15 @@ def undivided(optimizer: Optimizer) -> DividedOptimizer:
                     state[key] = live.copy_(value) if same else value
         optimizer.load_state_dict({"state": {i: x for i, x in states.items() if x}, "param_groups": groups})
 
-    held = {i: ParameterShard(p, 0, p.numel(), p) for i, p in enumerate(parameters)}
-    return DividedOptimizer(alone(), (optimizer,), held, (), 1, load)
+    def leave() -> None:
+        if spaces:
+            optimizer.state.clear()
+
+    return DividedOptimizer(group, (optimizer,), held, spaces, num_replicas, load, leave)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class JoinedOptimizers:

@@ -283,7 +283,7 @@ class DeclaredStep:
                 deterministic.warn_if_missing()
         self._steps += 1
         self.registry.check()
-        require_no_gradients(self.reducer.names, self.reducer.parameters)
+        require_no_gradients(self.reducer.names, self.reducer.optimizer_parameters)
         self.unregistered.begin()
         self.written.begin([*self.registry.trainable, *self.registry.frozen])
         self._buffers: list[tuple[str, nn.Module, str]] = []

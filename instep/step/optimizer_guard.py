@@ -53,6 +53,7 @@ class ParameterRegistry:
     def __init__(self, module: nn.Module, *, but: Iterable[Tensor] = ()) -> None:
         self.module = module
         self._others = set(map(id, but))  # left to others
+        self._stands_for: dict[int, nn.Parameter] = {}
         named = [(name, p) for name, p in module.named_parameters() if id(p) not in self._others]
         for name, parameter in named:
             if is_lazy(parameter):
@@ -60,6 +61,10 @@ class ParameterRegistry:
         self.trainable = [(name, p) for name, p in named if p.requires_grad]
         self.frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._remember()
+
+    def stand_for(self, whole: nn.Parameter, parameter: nn.Parameter) -> None:
+        """``whole`` is in the place of ``parameter`` while a module computes."""
+        self._stands_for[id(whole)] = parameter
 
     def as_wrapped(self) -> AbstractContextManager[None]:
         """Inside, what required gradients when the model was wrapped does, and no other that was there."""
@@ -97,7 +102,7 @@ class ParameterRegistry:
         self._remember()
 
     def _new(self) -> list[tuple[str, nn.Parameter]]:
-        known = {id(p) for _, p in [*self.trainable, *self.frozen]} | self._others
+        known = {id(p) for _, p in [*self.trainable, *self.frozen]} | self._others | {*self._stands_for}
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _is_as_remembered(self) -> bool:
@@ -116,6 +121,8 @@ class ParameterRegistry:
                 owned += parameters.values()
             if modules := module._modules:
                 owned += modules.values()
+        if stands_for := self._stands_for:
+            owned = [stands_for.get(id(x), x) for x in owned]
         return owned
 
 
@@ -346,7 +353,7 @@ def watch(
 ) -> None:
     """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
     _guarded.clear()
-    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
+    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.optimizer_parameters, strict=True)):
         _entries[parameter] = GuardedParameter(reducer, name, i, release)
     for name, parameter in frozen:
         before = _entries.get(parameter)
@@ -467,22 +474,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else it may be what exchanges the gradients
         _require_reduced(parameters, guarded)
-    update = None
     for reducer, places in _reducers(guarded):
         trained = next((x for i in places if (x := guarded.entries[i]) and x.position is not None), None)
         problem = None if trained is None else reducer.refusal(optimizer)
         if trained is not None and problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {trained.name!r} {problem}")
     for reducer, _ in _reducers(guarded):
-        reducer.steps_now()
-    for reducer, _ in _reducers(guarded):
-        update = update or reducer.update(optimizer)
+        reducer.steps_now(optimizer)
     hidden = any(p.grad is not None and slices_of(p.grad) is not None for p in parameters)
-    if update is None and closure is None and not hidden:
+    if closure is None and not hidden:
         return None
     # Hooks of the user's own come after this one, and may still change gradients: so it is the closure that
     # makes the step, which an optimizer calls before all else.
-    instead = partial(_checked, optimizer, closure) if update is None else partial(update, closure)
+    instead = partial(_checked, optimizer, closure)
     return (args[0], instead), {k: v for k, v in kwargs.items() if k != "closure"}
 
 

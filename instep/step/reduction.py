@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,9 +40,6 @@ from instep.step.replica_watch import Replica, ReplicaWatch
 
 SHOWN = 8  # unused parameters, in a message
 COMPARISON = "the comparison of gradients that no exchange has seen"
-Closure: TypeAlias = Callable[[], Any]
-Update: TypeAlias = Callable[[Closure | None], Any]
-"""Makes a step, with the closure that the optimizer was given, and returns what that has returned."""
 
 
 class Strategy(Protocol):
@@ -153,6 +150,7 @@ class Reduction(ABC):
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
+        self.optimizer_parameters = self.parameters  # which an optimizer steps
         self.group = group
         self.recorder = recorder
         self.options = options
@@ -236,10 +234,6 @@ class Reduction(ABC):
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` cannot use these gradients, or None."""
-        return None
-
-    def update(self, optimizer: Optimizer) -> Update | None:
-        """What makes a step of ``optimizer`` in the place of its own; None where its own can."""
         return None
 
     def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do
@@ -371,7 +365,7 @@ class Reduction(ABC):
         ).wait()
         return found
 
-    def steps_now(self) -> None:
+    def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer begins to use the gradients."""
         if self._update is not None:  # the last time it raised
             self._update.cancel()
@@ -413,7 +407,7 @@ class Reduction(ABC):
         """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
         return None
 
-    def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0, num_carried: int = 0) -> Header:
+    def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0) -> Header:
         """What this rank says of ``bucket`` as it leaves; its slots note what is frozen by then."""
         for slot in bucket.slots:
             slot.frozen = not self.parameters[slot.position].requires_grad
@@ -430,7 +424,6 @@ class Reduction(ABC):
             launched_ns=time.monotonic_ns(),
             left=0,
             round=round,
-            num_carried=num_carried,
             declared_step=plan.step,
             data_position=plan.data_position,
             data_identity=plan.data_identity,

@@ -7,7 +7,6 @@ slices      rank 0  | d d . . |    rank 1  | . . d d |     one copy, of both ran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ class Subject:
     ``copy``       number of the copy of the gradient that this rank has, or has ``pieces`` of; rank 0's is 0
     ``values``     of all parameters, frozen ones too
     ``memory``     what else a step writes to
-    ``apart``      inside it, forwards and backwards leave nothing behind that only the wrapper knows of
+    ``follow``     takes part in what rank 0 gathers to compute alone, until rank 0 is ``done``
     """
 
     model: nn.Module
@@ -62,7 +61,8 @@ class Subject:
     pieces: Sequence[GradientPiece]
     values: Sequence[Value]
     memory: Sequence[Tensor] = ()
-    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
+    follow: Callable[[], None] = lambda: None
+    done: Callable[[], None] = lambda: None
 
 
 Loss = Callable[[nn.Module, Any], Tensor]

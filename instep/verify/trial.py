@@ -101,7 +101,6 @@ class Trial:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.subject.apart())
             state = stack.enter_context(RestoreOnExit(self.subject, self.generators))
             packed = self._agreed("preparing the batch", lambda: self._prepared(batch))
             odd = differing_values(self.subject.values, self.group)
@@ -177,7 +176,7 @@ class Trial:
         for place, rank in enumerate(self.group.ranks):
             # All come here for every part: rank 0 may need longer for all of them than a wait may last.
             what = f"computing the gradient of rank {rank}'s batch again"
-            self._agreed(what, partial(add, place) if batches else _no_part)
+            self._agreed(what, partial(add, place) if batches else self.subject.follow)
         for mean in means:
             mean.divide(self.group.size)
         return means
@@ -195,7 +194,10 @@ class Trial:
     ) -> list[Tensor | None]:
         """The gradients of ``rank``'s batch alone."""
         state.begin()
-        self._forward(self.module, unpack(text, data, self.device), rank).backward()
+        try:
+            self._forward(self.module, unpack(text, data, self.device), rank).backward()
+        finally:
+            self.subject.done()
         return [p.grad for p in self.parameters]
 
     def _forward(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
@@ -227,7 +229,7 @@ class RestoreOnExit:
         self._buffers = _with_copies(self.module.buffers())
         self._gradients = [(p, p.grad) for p in self.module.parameters()]
         self._reduced = [
-            (entry, entry.reduced) for entry in optimizer_guard.entries_of(self.reducer.parameters)
+            (entry, entry.reduced) for entry in optimizer_guard.entries_of(self.reducer.optimizer_parameters)
         ]
         self._wrapper_state = [
             (x, {name: copy.copy(getattr(x, name)) for name in x.changes})
@@ -263,7 +265,7 @@ class RestoreOnExit:
             for name, buffer in buffers.items():
                 module._buffers[name] = buffer
         _write_back(self._buffers)
-        for parameter, _ in self._gradients:
+        for parameter in (*(p for p, _ in self._gradients), *self.reducer.parameters):
             parameter.grad = None
 
 
@@ -297,10 +299,6 @@ def differing_values(values: Iterable[Value], group: Group) -> list[str]:
             ranks = ", ".join(map(str, differ))
             lines.append(f"{name!r} has other values on rank {ranks} than on rank {rank}")
     return lines
-
-
-def _no_part() -> None:
-    """A rank's part where only rank 0 has one."""
 
 
 # One batch per rank, as bytes: tensors in nested dicts, lists and tuples travel to the group's first rank.

@@ -1,0 +1,80 @@
+"""The ``.grad`` of a parameter's shard: a real tensor, which knows that the other ranks have the rest.
+
+Elementwise operations are what they are for any tensor. What looks at a whole gradient would use this rank's
+part of it for all, and silently: torch's clipping would scale every rank by another factor, and a ``GradScaler``
+would skip the step on the rank alone whose part overflowed. So a norm raises, and unscaling asks all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "linalg_norm", "vector_norm", "norm"})
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class ShardOwner(Protocol):
+    """What has reduced gradients to shards on several ranks."""
+
+    def square_sums(self, shards: Sequence[Tensor]) -> list[float]:
+        """Sums of squares of all blocks of these gradients, on all ranks. Collective."""
+
+    def all_found_inf(self, found_inf: Tensor) -> None:
+        """``found_inf`` is 1 on all ranks if it is on one. Collective."""
+
+
+class GradientShard(Tensor):
+    """This rank's shard of the gradient of the parameter called ``instep_name``."""
+
+    instep_name: str
+    instep_owner: weakref.ref[ShardOwner]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        called = getattr(func, "__name__", "")
+        if called in NORMS:
+            raise RuntimeError(
+                f"{called} of a gradient shard: .grad of a sharded parameter is this rank's part, and its norm is "
+                "not that of the gradient. Clip with instep.clip_grad_norm_(model.parameters(), max_norm), which "
+                "returns the norm over all ranks"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if called == UNSCALE:
+                return _unscale(func, *args)
+            return func(*args, **(kwargs or {}))
+
+
+def gradient_shard(values: Tensor, name: str, owner: ShardOwner) -> Tensor:
+    """``values``, which stay where they are, as the gradient of this rank's shard of parameter ``name``."""
+    x = Tensor._make_subclass(GradientShard, values)
+    x.instep_name, x.instep_owner = name, weakref.ref(owner)
+    return x
+
+
+def owner_of(gradient: Tensor) -> ShardOwner | None:
+    """Whose shard ``gradient`` is; None if it is whole."""
+    return gradient.instep_owner() if isinstance(gradient, GradientShard) else None
+
+
+def by_owner(gradients: Sequence[Tensor]) -> list[tuple[ShardOwner, list[Tensor]]]:
+    """The shards among ``gradients``, with their owners, in the order of the first ones."""
+    found: dict[int, tuple[ShardOwner, list[Tensor]]] = {}
+    for x in gradients:
+        if (owner := owner_of(x)) is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(x)
+    return list(found.values())
+
+
+def _unscale(
+    func: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, scale: Tensor
+) -> None:
+    func(gradients, found_inf, scale)
+    for owner, _ in by_owner(gradients):
+        owner.all_found_inf(found_inf)
