@@ -263,7 +263,7 @@ class TrainingState:
             if there is None or there.resident:
                 yield Shard.whole(MODEL + name, p, every, (place, ""))
             elif (x := held.get(id(p))) is not None:
-                yield self._of_parameter(MODEL + name, x, x.tensor.detach(), (place, ""), there)
+                yield self._of_parameter(MODEL + name, x, x.flat(x.tensor.detach()), (place, ""), there)
         for i, (name, b) in enumerate(buffers, start=len(self._parameters)):
             yield Shard.whole(MODEL + name, b, every, (i, ""))
 
@@ -301,7 +301,7 @@ class TrainingState:
                 yield Shard.whole(full, nothing, tuple(range(self.everyone.size)), None)
             elif (x := kept.get(name)) is not None:
                 is_moment = stored.shape == tuple(x.shape) and stored.shape
-                value = nothing.view(-1)[x.first : x.last] if is_moment and not x.is_whole else nothing
+                value = nothing.new_empty(x.held_shape) if is_moment else nothing
                 yield self._moment(full, x, value, (places[name], key))
             elif name in unstepped:
                 raise CheckpointRejected(
@@ -313,7 +313,7 @@ class TrainingState:
     def _moment(self, full: str, x: ParameterShard, value: Tensor, order: Order) -> Shard:
         """``value``, which an optimizer keeps for ``x``: cut as that is, or one for all of the parameter."""
         if value.shape == x.held_shape and not x.is_whole:
-            return self._of_parameter(full, x, value, order, self._stepped_in(x.parameter))
+            return self._of_parameter(full, x, x.flat(value), order, self._stepped_in(x.parameter))
         return Shard.whole(full, value, self._holders(x.parameter), order)
 
     def _stepped_in(self, parameter: Tensor) -> Home | None:
@@ -385,8 +385,10 @@ class TrainingState:
                 given[f"{key}/{name}"] = shard.tensor
             else:
                 x = self.steps.held[numbers[name]]
-                is_moment = shard.is_whole and shard.shape == tuple(x.shape)
-                states[numbers[name]][key] = x.part_of(shard.tensor) if is_moment else shard.tensor
+                value = shard.tensor
+                if shard.shape == tuple(x.shape):  # a moment
+                    value = x.part_of(value) if shard.is_whole else value.view(x.held_shape)
+                states[numbers[name]][key] = value
         self.steps.load(states, list(_saved_groups(self.optimizer, given, options)))
         for number, state in states.items():
             moments.keep_dtypes(self.steps.state_of(self.steps.held[number]), state)

@@ -67,8 +67,8 @@ class FlatParameters(Home):
         self.held = []
         for x in self.layout.pieces(group.rank):
             p = self.parameters[x.parameter]
-            piece = p.detach() if x.last - x.first == p.numel() else p.detach().view(-1)[x.first : x.last]
-            self.held.append(ParameterShard(p, x.first, x.last, piece, p.shape))
+            whole = ParameterShard(p, x.first, x.last, p.detach(), p.shape)
+            self.held.append(replace(whole, tensor=whole.part_of(p)))
 
     @property
     def bytes_to_share(self) -> int:

@@ -9,8 +9,8 @@ units of one size would be paired, and a rank that left the step would be waited
 ranks announce to each other, 8 bytes each, what they are about to gather:
 
     a unit    all ranks announce the same one, or all raise
-    IDLE      this rank has no micro-batch in this round, and takes part in whatever the others gather
-    DONE      the round is over: idle ranks stop to follow
+    IDLE      this rank has nothing to gather any more in this micro-batch, or has none, and takes part in
+              whatever the others gather, until all are idle
     LEFT      this rank has left the step: all others raise, and name it
 
 Which unit is next is known from the last time: the recorded order of forward, and of backward.
@@ -39,7 +39,7 @@ from instep.net.process_group import Group
 from instep.shard.unit import Unit
 from instep.step.backward import is_in_backward
 
-IDLE, DONE, LEFT = -1, -2, -3
+IDLE, LEFT = -1, -2
 SAME_ORDER = (
     "all ranks of a shard group must run the same units in the same order, also in an evaluation: let every rank "
     "call the module equally often, and make what runs under a condition a part of one unit (units=[...])"
@@ -57,10 +57,12 @@ class Gathers:
         device = units[0].device if units else torch.device("cpu")
         self._stream = Stream(device, inline=self.lane.inline)
         self._knows_who_left = False  # all ranks know of a step that was left: it need not be announced
+        self._following: Work | None = None
         self.reduction_error: Callable[[], BaseException | None] = lambda: None
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Gather those of ``units`` that are not here, and go on meanwhile."""
+        self.settle()  # what was gathered meanwhile may be here
         for unit in units:
             if unit.work is None and not unit.is_current:
                 require_outside_transform(unit)
@@ -105,18 +107,16 @@ class Gathers:
         self.lane.run(name, gather).wait()
         return unit.views_in(flat)
 
-    def follow(self) -> None:
-        """Take part in what the other ranks gather, until they are done. This rank has no micro-batch."""
-        while (number := self._announced(IDLE)) != DONE:
-            unit = self._units[number]
-            unit.allocate()
-            self.lane.run(unit.name, partial(self._fill, unit, f"the gather of unit {unit.name!r}")).wait()
-            unit.filled()
-            unit.free()
+    def follow(self) -> Work:
+        """Take part in what other ranks gather, until no rank gathers any more. Not awaited here."""
+        self._following = self.lane.submit("what other ranks gather", self._follow)
+        return self._following
 
-    def done(self) -> None:
-        """Ranks that follow need not any more."""
-        self._announced(DONE)
+    def settle(self) -> None:
+        """Wait until this rank need not follow any more."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.wait()
 
     def leave(self) -> None:
         """The step is given up: whoever waits for this rank's part of a unit is told."""
@@ -150,6 +150,16 @@ class Gathers:
             unit.cast()
             self._all_gather(unit.flat, name)
 
+    def _follow(self) -> None:
+        name = "what other ranks gather"
+        while (number := self._announce(IDLE, name)) != IDLE:
+            unit = self._units[number]
+            if unit.keeps:
+                self._fill(unit, name)
+                unit.filled()
+            else:
+                self._all_gather(unit.cast_apart(), name)
+
     def _all_gather(self, flat: Tensor, name: str) -> None:
         """Every rank's part of ``flat`` is in its place."""
         group = self._group
@@ -162,13 +172,6 @@ class Gathers:
             group.run(lambda: perform(direct.all_gather, parts, messages), name)
         else:
             group.all_gather(whole, parts[group.rank], name)
-
-    def _announced(self, mine: int) -> int:
-        """What the ranks that are not idle announce, while this one announces ``mine``."""
-        found: list[int] = []
-        name = "the announcement of a gather"
-        self.lane.run(name, lambda: found.append(self._announce(mine, name))).wait()
-        return found[0]
 
     def _announce(self, mine: int, name: str) -> int:
         group = self._group
@@ -191,11 +194,10 @@ class Gathers:
                 f"rank {rank} gathers {self._describe(x)}" for rank, x in zip(group.ranks, said, strict=True)
             ]
             raise Desync(f"{'; '.join(lines)}: {SAME_ORDER}")
-        return others.pop() if others else DONE
+        return others.pop() if others else IDLE
 
     def _describe(self, number: int) -> str:
-        words = {IDLE: "nothing (it has no micro-batch)", DONE: "nothing any more"}
-        return words.get(number) or f"unit {self._units[number].name!r}"
+        return "nothing" if number == IDLE else f"unit {self._units[number].name!r}"
 
 
 class UnitHooks:
@@ -286,6 +288,7 @@ class UnitHooks:
         """Backward has come to an output of ``m``."""
         if not self._in_backward:
             self._in_backward, self._last = True, None
+            self._closed.clear()
             self._gathers.recover()
             torch.autograd.Variable._execution_engine.queue_callback(weakly(self.ended))
         self._stays = torch.is_grad_enabled()  # with create_graph

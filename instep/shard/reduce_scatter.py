@@ -44,6 +44,7 @@ from instep.reduce.tree import Node, Sum, plan_sum
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.unit import Unit
+from instep.state.homes import part_shape
 
 NUM_BUFFERS = 2  # for units on their way: one is filled while the other is read
 
@@ -187,14 +188,14 @@ class SlicedBucket(Bundle):
         """The reduced gradient of this rank's shard of each slot, in its dtype and shape."""
         if not self._pieces:
             with torch.inference_mode(False):
-                begin = self.rank * self.unit.layout.slice_length
-                for held, offset in zip(self._held, self.unit.layout.offsets, strict=True):
+                layout = self.unit.layout
+                for held, offset, shape in zip(self._held, layout.offsets, self.unit.shapes, strict=True):
                     first, last = (0, 0) if held is None else (held.first, held.last)
-                    at = 0 if held is None else offset + first - begin
+                    at = 0 if held is None else offset + first - self.rank * layout.slice_length
                     flat = self.reduced[at * self._factor : (at + last - first) * self._factor]
                     if self._factor == 2:
                         flat = torch.view_as_complex(flat.view(-1, 2))
-                    self._pieces.append(flat if held is None else flat.view(held.held_shape))
+                    self._pieces.append(flat.view(part_shape(shape, 0) if held is None else held.held_shape))
         return self._pieces
 
     def keep(self, number: int) -> Tensor:

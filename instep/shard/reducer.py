@@ -196,13 +196,12 @@ class SliceReducer(Reduction):
                 del self._unreduced[i]
 
     def close_leaf(self) -> None:
+        if self._declared:
+            self._gathers.follow()  # before this rank waits for ranks that still gather
+        self._num_leaves_closed += 1
         super().close_leaf()
         if not self._last:
             self.turns.finish()
-        turn = self._rounds[self._num_leaves_closed]
-        self._num_leaves_closed += 1
-        if len(turn.senders) < self.ranks.shard_group.size:
-            self._gathers.done()
 
     def finish(self) -> None:
         """All micro-batches of this rank are closed: wait for the exchanges, and set every ``.grad``.
@@ -220,6 +219,7 @@ class SliceReducer(Reduction):
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
             for work in self._works:
                 work.wait()
+            self._gathers.settle()
         self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:

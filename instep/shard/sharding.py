@@ -337,6 +337,12 @@ class Sharding:
         self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, self.gathers.lane, groups)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
 
+    def follow(self) -> None:
+        """As ``Subject.follow``: of rank 0's shard group."""
+        if self.ranks.replica == 0:
+            self.gathers.follow()
+            self.gathers.settle()
+
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not is_in_backward():
             self.reducer.drop_discarded()
@@ -428,8 +434,7 @@ def _subject_of(sharding: Sharding, *, strategy: str, seed: int) -> Subject:
             *(Value(name, 0, p) for name, p in backward.module.named_parameters() if id(p) not in names),
         ],
         memory=[bucket.reduced for bucket in reducer.buckets],
-        follow=sharding.gathers.follow if reducer.ranks.replica == 0 else lambda: None,
-        done=sharding.gathers.done,
+        follow=sharding.follow,
     )
 
 

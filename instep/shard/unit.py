@@ -30,7 +30,7 @@ from instep.net.lane import Work
 from instep.net.process_group import Group
 from instep.shard.layout import cut
 from instep.shard.partition import UnitMembers
-from instep.state.homes import DividedOptimizer, Home, ParameterShard
+from instep.state.homes import DividedOptimizer, Home, ParameterShard, part_shape
 
 Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
 """Where a module has each parameter, by its identity: the submodules and their names for it."""
@@ -144,6 +144,12 @@ class Unit(Home):
         """This rank's part of ``flat`` has the values of the shards."""
         if not self._shares_memory:
             self.own_slice.copy_(self.slice)
+
+    def cast_apart(self) -> Tensor:
+        """As ``flat`` after ``cast``, in memory of its own."""
+        flat = torch.empty_like(self.flat, memory_format=torch.contiguous_format)
+        flat.split(self.layout.slice_length)[self.group.rank].copy_(self.slice.detach())
+        return flat
 
     def filled(self) -> None:
         """``flat`` has the values of all ranks."""
@@ -293,29 +299,19 @@ class Unit(Home):
             self.slice = self.own_slice
         else:
             self.slice = torch.zeros(length, dtype=self.dtype, device=self.device)  # the padding travels too
-        nothing = self.slice[:0]
-        shards = [nothing.data] * len(self.parameters)
-        pieces = self.layout.pieces(rank)
-        for x in pieces if not self.is_vacant else ():
-            part = self.slice[x.offset - rank * length :][: x.last - x.first].data
-            shards[x.parameter] = part.view(self._shapes[x.parameter]) if self._is_whole(x) else part
+        shards = [self.slice[:0].data.view(part_shape(shape, 0)) for shape in self._shapes]
+        self.held = [
+            ParameterShard(p, x.first, x.last, p, self._shapes[x.parameter])
+            for x in self.layout.pieces(rank)
+            for p in [self.parameters[x.parameter]]
+        ]
+        for x, held in zip(self.layout.pieces(rank), self.held, strict=True):
+            if not self.is_vacant:
+                part = self.slice[x.offset - rank * length :][: x.last - x.first]
+                shards[x.parameter] = part.data.view(held.held_shape)
         self._shards = shards
         for p, shard in zip(self.parameters, shards, strict=True):
             become(p, shard)
-        self.held = [
-            ParameterShard(
-                self.parameters[x.parameter],
-                x.first,
-                x.last,
-                self.parameters[x.parameter],
-                self._shapes[x.parameter],
-            )
-            for x in pieces
-        ]
-
-    def _is_whole(self, piece: object) -> bool:
-        x = piece
-        return x.last - x.first == self._shapes[x.parameter].numel()  # type: ignore[attr-defined]
 
     def _adopt(self, values: Sequence[Tensor]) -> None:
         """Keep this rank's part of the first rank's ``values``."""

@@ -29,8 +29,8 @@ from instep.state.shards import elements
 class ParameterShard:
     """One rank's part of a parameter: elements ``first`` to ``last`` (exclusive) in logical order.
 
-    ``tensor`` is stepped by the local optimizer (a plain one's parameter itself): in the parameter's shape
-    where it is all of it, else flat.
+    ``tensor`` is stepped by an optimizer: in the parameter's shape where it is all of it, else in a column of
+    as many dims, since optimizers are made with matrices in one group and vectors in another.
     """
 
     parameter: Tensor
@@ -45,8 +45,12 @@ class ParameterShard:
 
     @property
     def held_shape(self) -> torch.Size:
-        """Of ``tensor``, also while it has no memory."""
-        return self.shape if self.is_whole else torch.Size([self.last - self.first])
+        """Of ``tensor``, also while it has no memory: with as many dims as the parameter has."""
+        return self.shape if self.is_whole else part_shape(self.shape, self.last - self.first)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """``x``, shaped as ``tensor``, as a shard of the state has it: flat where it is not whole."""
+        return x if self.is_whole else x.reshape(-1)
 
     def part_of(self, x: Tensor) -> Tensor:
         """The same elements of ``x``, which has the parameter's shape, laid out as ``tensor``; a view where
@@ -55,7 +59,14 @@ class ParameterShard:
         Fused optimizers read weight, gradient and moments in the order of memory, and compare no strides.
         """
         x = x.detach().resolve_conj().resolve_neg()
-        return with_strides(x, self.tensor.stride()) if self.is_whole else elements(x, self.first, self.last)
+        if self.is_whole:
+            return with_strides(x, self.tensor.stride())
+        return elements(x, self.first, self.last).view(self.held_shape)
+
+
+def part_shape(shape: torch.Size, num_elements: int) -> torch.Size:
+    """Of a shard that is a part of a parameter of this ``shape``."""
+    return torch.Size([num_elements, *[1] * (len(shape) - 1)])
 
 
 def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -50,7 +50,7 @@ class Subject:
     ``copy``       number of the copy of the gradient that this rank has, or has ``pieces`` of; rank 0's is 0
     ``values``     of all parameters, frozen ones too
     ``memory``     what else a step writes to
-    ``follow``     takes part in what rank 0 gathers to compute alone, until rank 0 is ``done``
+    ``follow``     takes part in what rank 0 gathers to compute alone; called by rank 0 too, when it has
     """
 
     model: nn.Module
@@ -62,7 +62,6 @@ class Subject:
     values: Sequence[Value]
     memory: Sequence[Tensor] = ()
     follow: Callable[[], None] = lambda: None
-    done: Callable[[], None] = lambda: None
 
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -197,7 +197,7 @@ class Trial:
         try:
             self._forward(self.module, unpack(text, data, self.device), rank).backward()
         finally:
-            self.subject.done()
+            self.subject.follow()
         return [p.grad for p in self.parameters]
 
     def _forward(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
