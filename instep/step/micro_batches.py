@@ -209,10 +209,12 @@ class DeclaredStep:
         """
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
-            self._check_start(plan.num_leaves)
+            zeroed = self._check_start(plan.num_leaves)
             num_running = self.statistics.begin(m for _, m in self.registry.named_modules)
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
+            if own and not reducer.sharded:
+                reducer.has_zeros(zeroed)
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
             if num_running:
                 reducer.go_on_with(self.statistics, num_running)
@@ -266,7 +268,8 @@ class DeclaredStep:
             values, weight = next(data)
         return MicroBatch(leaf, num_micro_batches, weight, values)
 
-    def _check_start(self, num_micro_batches: int) -> None:
+    def _check_start(self, num_micro_batches: int) -> set[int]:
+        """The positions of the parameters whose gradients are zeros."""
         if self._open is not None:
             self.micro_batch = self._open = None
             self.reducer.leave()
@@ -283,7 +286,7 @@ class DeclaredStep:
                 deterministic.warn_if_missing()
         self._steps += 1
         self.registry.check()
-        require_no_gradients(self.reducer.names, self.reducer.parameters)
+        zeroed = require_no_gradients(self.reducer.names, self.reducer.parameters)
         self.unregistered.begin()
         self.written.begin([*self.registry.trainable, *self.registry.frozen])
         self._buffers: list[tuple[str, nn.Module, str]] = []
@@ -302,6 +305,7 @@ class DeclaredStep:
                 )
         # The kernel of batch norm writes its statistics without counting a version.
         self._statistics = [(name, x, x.detach().clone()) for name, x in statistics.values()]
+        return zeroed
 
     def _check(self, micro_batch: MicroBatch, before: list[State], *, gradients: bool) -> None:
         index = micro_batch.index
@@ -438,19 +442,22 @@ class WrittenWeights:
         return [p._version for _, p in self._weights]
 
 
-def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> set[int]:
     """Raise ``ValueError`` if a parameter has a gradient when a declared step begins.
 
-    One of zeros, as ``zero_grad(set_to_none=False)`` leaves it, is none, and goes.
+    Zeros, as ``zero_grad(set_to_none=False)`` leaves them, are removed; returns the positions of these.
     """
-    for name, parameter in zip(names, parameters, strict=True):
+    zeroed = set()
+    for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if parameter.grad is not None and _is_zero(parameter.grad):
             parameter.grad = None
+            zeroed.add(i)
         if parameter.grad is not None:
             raise ValueError(
                 f"parameter {name!r} already has a gradient when a declared step begins: call "
                 "optimizer.zero_grad() before it; the step is the sum of its own micro-batches alone"
             )
+    return zeroed
 
 
 def _is_zero(gradient: Tensor) -> bool:
