@@ -1,7 +1,7 @@
 """A description of a wrapper that is kept follows the buckets, which the first step re-orders.
 
-A ``TrainingState`` keeps one. A pipeline held the buckets themselves: those of before the first step stayed in
-memory, as large as the gradients, and were reported in the place of the live ones.
+A ``TrainingState`` keeps one. A pipeline held the buckets themselves: those of before the first step stayed
+in memory, as large as the gradients, and were reported in the place of the live ones.
 """
 
 from __future__ import annotations
