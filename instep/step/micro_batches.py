@@ -30,7 +30,7 @@ from instep.reduce.placeholder import slices_of
 from instep.rng.attributes import contents, own_attributes, within
 from instep.rng.keys import LeafKeys
 from instep.step.input_digest import InputWatch
-from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
 from instep.step.unregistered import UnregisteredWeights

@@ -227,7 +227,7 @@ class RestoreOnExit:
         self._buffers = _with_copies(self.module.buffers())
         self._gradients = [(p, p.grad) for p in self.module.parameters()]
         self._reduced = [
-            (entry, entry.reduced) for entry in optimizer_guard.entries_of(self.reducer.parameters)
+            (entry, entry.reduced) for entry in optimizer_guard.owners_of(self.reducer.parameters)
         ]
         self._wrapper_state = [
             (x, {name: copy.copy(getattr(x, name)) for name in x.changes})
