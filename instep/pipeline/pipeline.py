@@ -350,9 +350,9 @@ class Pipeline(WrappedOnce, OwnNames):
     ) -> Report:
         """Compare the gradients of all stages with those of one process, parameter by parameter. Collective.
 
-        All ranks make the next step, without an update; then the first one computes all micro-batches again,
-        alone, with all layers, so it needs memory for the whole model. ``inputs`` and ``loss`` are called
-        there, too. Weights, buffers, gradients, random generators and the count of steps are as before when
+        All ranks make the next step, without an update; then each of them computes all micro-batches again,
+        with all layers, so it needs memory for the whole model. ``inputs`` and ``loss`` are called for each
+        one. Weights, buffers, gradients, random generators and the count of steps are as before when
         it returns or raises.
 
         Args:

@@ -1,0 +1,164 @@
+"""Every kind of distributed training, by name, for tests of what all of them must do.
+
+    @on_every_kind(2)
+    def test_weights_are_those_of_one_process(mesh, kind):
+        model, optimizer = KINDS[kind].make(filled(net()), mesh)
+        step(model, optimizer, 0)
+
+Tests use public behaviour: losses, ``full_state_dict``, ``clip_grad_norm_``, ``optimizer.step``, checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import instep
+from instep.mesh.mesh import Mesh
+from instep.shard.shard_groups import shard_group_of
+from instep.step.micro_batches import MicroBatch
+from tests.parity import numbers
+from tests.shard.trained import copied
+from tests.world import world
+
+WIDTH, NUM_LEAVES = 72, 5
+FUSED = {
+    "lr": 0.02,
+    "fused": True,
+}  # loops of torch round what is left after whole vectors by the shape of a slice
+
+MakeOptimizer = Callable[..., Optimizer]
+
+
+def replicated(module: nn.Module, mesh: Mesh, **options: Any) -> Any:
+    return instep.DataParallel(module, process_group=mesh, **options)
+
+
+def sharded(module: nn.Module, mesh: Mesh, **options: Any) -> Any:
+    return instep.fully_shard(module, mesh, **options)
+
+
+def piped(module: nn.Module, mesh: Mesh, **options: Any) -> Any:
+    return instep.Pipeline(module, mesh, "1f1b", NUM_LEAVES, **options)
+
+
+def plainly(model: Any, mesh: Mesh, kind: type[Optimizer], groups: Any, **options: Any) -> Optimizer:
+    return kind(groups, **options)
+
+
+def in_shards(model: Any, mesh: Mesh, kind: type[Optimizer], groups: Any, **options: Any) -> Optimizer:
+    return instep.ShardedOptimizer(groups, kind, shard_group_of(mesh), **options)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to make model and optimizer, and the axes of a mesh of two ranks, beside ``dp``."""
+
+    wrap: Callable[..., Any]
+    optimizer: MakeOptimizer = plainly
+    options: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    def make(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        kind: type[Optimizer] = AdamW,
+        groups: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters,
+        *,
+        wrap: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[Any, Optimizer]:
+        """The model, wrapped with options ``wrap``, and its optimizer of class ``kind``."""
+        model = self.wrap(module, mesh, **self.options, **(wrap or {}))
+        chosen = options or FUSED
+        return model, self.optimizer(model, mesh, kind, groups(model), **chosen)
+
+
+KINDS: dict[str, Kind] = {
+    "replicated": Kind(replicated),
+    "stage 1": Kind(replicated, in_shards),
+    "stage 2": Kind(sharded, options={"stage": 2}),
+    "stage 3": Kind(sharded, options={"stage": 3}),
+    "pipeline": Kind(piped, axes={"pp": 2}),
+}
+WRAPPERS = ("replicated", "stage 2", "stage 3")  # stage 1 wraps as "replicated" does
+LOOPS = ("replicated", "stage 1", "stage 2", "stage 3")  # with a loop over micro-batches
+STAGES = ("stage 2", "stage 3")
+
+
+def on_every_kind(size: int, kinds: Sequence[str] = (*KINDS,), **options: Any) -> Callable[..., Any]:
+    """As ``world(size, **options)``, once for each of ``kinds``, by its name ``kind``."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(kind: str, **params: Any) -> None:
+            __tracebackhide__ = True
+            axes = KINDS[kind].axes
+            over = {"dp": -1, **axes} if axes else {}
+            world(size, **{**over, **options})(body)(kind=kind, **params)
+
+        signature = inspect.signature(body)
+        others = [x for name, x in signature.parameters.items() if name != "mesh"]
+        test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("kind", kinds)(test)
+
+    return decorate
+
+
+def net(dropout: float = 0.0) -> nn.Sequential:
+    """Matrices of several blocks of 4096 elements, cut in the middle by two to four ranks."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.Sequential(nn.Tanh(), nn.Dropout(dropout)),
+        nn.Linear(4 * WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+    )
+
+
+def rows(key: str) -> Tensor:
+    return numbers(4, WIDTH, key=key)
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def backward(model: Any, step: int, num_leaves: int = NUM_LEAVES) -> None:
+    """Forward and backward of a declared step."""
+    if isinstance(model, instep.Pipeline):
+        model.step(lambda output, _: output.square().mean(), functools.partial(leaf_rows, step))
+        return
+    for micro_batch in model.micro_batches(num_leaves):
+        square(model, leaf_rows(step, micro_batch)).backward()
+
+
+def leaf_rows(step: int, micro_batch: MicroBatch) -> Tensor:
+    return rows(f"step {step} leaf {micro_batch.index}")
+
+
+def step(model: Any, optimizer: Optimizer, number: int, *, clip: float | None = None) -> None:
+    """One declared step."""
+    backward(model, number)
+    if clip is not None:
+        instep.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def close(*parts: Any) -> None:
+    for part in parts:
+        if hasattr(part, "close"):
+            part.close()
+
+
+def state_of(model: Any, optimizer: Optimizer) -> list[Any]:
+    """Weights and buffers of the whole model, and the whole state of the optimizer, copied."""
+    return [copied(instep.full_state_dict(model)), copied(optimizer.state_dict())]
