@@ -3,7 +3,7 @@
     @on_every_kind(2)
     def test_weights_are_those_of_one_process(mesh, kind):
         model, optimizer = KINDS[kind].make(filled(net()), mesh)
-        step(model, optimizer, 0)
+        Program(kind).step(model, optimizer, 0)
 
 Tests use public behaviour: losses, ``full_state_dict``, ``clip_grad_norm_``, ``optimizer.step``, checkpoints.
 """
@@ -88,14 +88,17 @@ KINDS: dict[str, Kind] = {
     "stage 2": Kind(sharded, options={"stage": 2}),
     "stage 3": Kind(sharded, options={"stage": 3}),
     "pipeline": Kind(piped, axes={"pp": 2}),
+    "stage 2, sharded optimizer": Kind(sharded, in_shards, {"stage": 2}),
+    "stage 3, sharded optimizer": Kind(sharded, in_shards, {"stage": 3}),
 }
+EVERY = ("replicated", "stage 1", "stage 2", "stage 3", "pipeline")
 WRAPPERS = ("replicated", "stage 2", "stage 3")  # stage 1 wraps as "replicated" does
 LOOPS = ("replicated", "stage 1", "stage 2", "stage 3")  # with a loop over micro-batches
 STAGES = ("stage 2", "stage 3")
 
 
-def on_every_kind(size: int, kinds: Sequence[str] = (*KINDS,), **options: Any) -> Callable[..., Any]:
-    """As ``world(size, **options)``, once for each of ``kinds``, by its name ``kind``."""
+def on_every_kind(size: int, kinds: Sequence[str] = EVERY, **options: Any) -> Callable[..., Any]:
+    """As ``world(size, **options)``, once for each of ``kinds``, named ``kind``."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -127,30 +130,60 @@ def rows(key: str) -> Tensor:
     return numbers(4, WIDTH, key=key)
 
 
-def square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-def backward(model: Any, step: int, num_leaves: int = NUM_LEAVES) -> None:
-    """Forward and backward of a declared step."""
-    if isinstance(model, instep.Pipeline):
-        model.step(lambda output, _: output.square().mean(), functools.partial(leaf_rows, step))
-        return
-    for micro_batch in model.micro_batches(num_leaves):
-        square(model, leaf_rows(step, micro_batch)).backward()
-
-
 def leaf_rows(step: int, micro_batch: MicroBatch) -> Tensor:
     return rows(f"step {step} leaf {micro_batch.index}")
 
 
-def step(model: Any, optimizer: Optimizer, number: int, *, clip: float | None = None) -> None:
-    """One declared step."""
-    backward(model, number)
-    if clip is not None:
-        instep.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
+def mean_square(output: Tensor, given: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return mean_square(model(batch), batch)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained, by which kind and optimizer: all that the bits of a step depend on.
+
+    ``inputs`` are those of a micro-batch of a step, and ``loss`` gets the output and them.
+    """
+
+    kind: str
+    module: Callable[[], nn.Module] = net
+    inputs: Callable[[int, MicroBatch], Tensor] = leaf_rows
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_square
+    optimizer: type[Optimizer] = AdamW
+    options: Mapping[str, Any] = field(default_factory=lambda: FUSED)
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    num_leaves: int = NUM_LEAVES
+
+    def make(self, module: nn.Module, mesh: Mesh) -> tuple[Any, Optimizer]:
+        return KINDS[self.kind].make(module, mesh, self.optimizer, wrap=self.wrap, **self.options)
+
+    def leaf(self, model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
+        """Forward and backward of one micro-batch."""
+        given = self.inputs(step, micro_batch)
+        self.loss(model(given), given).backward()
+
+    def backward(self, model: Any, step: int) -> None:
+        """Forward and backward of a declared step."""
+        if isinstance(model, instep.Pipeline):
+            model.step(
+                lambda output, micro_batch: self.loss(output, self.inputs(step, micro_batch)),
+                functools.partial(self.inputs, step),
+            )
+            return
+        for micro_batch in model.micro_batches(self.num_leaves):
+            self.leaf(model, micro_batch, step)
+
+    def step(self, model: Any, optimizer: Optimizer, number: int, clip: float | None = None) -> None:
+        """A declared step."""
+        self.backward(model, number)
+        if clip is not None:
+            instep.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def close(*parts: Any) -> None:

@@ -18,7 +18,7 @@ from tests.kinds import (
     STAGES,
     WIDTH,
     WRAPPERS,
-    backward,
+    Program,
     close,
     net,
     on_every_kind,
@@ -209,7 +209,7 @@ def trained(mesh: Mesh, kind: str, trial: Callable[[Any], object]) -> list[Any]:
         optimizer.zero_grad()
     model.eval()
     trial(model)
-    backward(model, 2)
+    Program(kind).backward(model, 2)
     trial(model)
     optimizer.step()
     found = [*state_of(model, optimizer), torch.get_rng_state(), model.step_mode]
