@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import instep
+from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.shard.shard_groups import shard_group_of
+from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
 from tests.parity import numbers
-from tests.shard.trained import copied
+from tests.shard.trained import assert_same
 from tests.world import world
 
 WIDTH, NUM_LEAVES = 72, 5
@@ -186,12 +189,45 @@ class Program:
         optimizer.zero_grad()
 
 
+def once_each(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``compute`` is called once for each argument, for all threads that ask for the result."""
+    found: dict[Any, Any] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(compute)
+    def result(argument: Any) -> Any:
+        with lock:
+            if argument not in found:
+                found[argument] = compute(argument)
+            return found[argument]
+
+    return result
+
+
 def close(*parts: Any) -> None:
     for part in parts:
         if hasattr(part, "close"):
             part.close()
 
 
-def state_of(model: Any, optimizer: Optimizer) -> list[Any]:
-    """Weights and buffers of the whole model, and the whole state of the optimizer, copied."""
-    return [copied(instep.full_state_dict(model)), copied(optimizer.state_dict())]
+@dataclass(frozen=True)
+class State:
+    """Weights and buffers of the whole model, and the hash of all state; "" on a rank that has none."""
+
+    weights: dict[str, Tensor]
+    sha256: str
+
+
+def state_of(model: Any, optimizer: Optimizer) -> State:
+    """A copy. Collective."""
+    state = TrainingState(model, optimizer)
+    digest = ""
+    if state.is_divided or not state.group.rank:
+        digest = SharedHash(state.group).digests(state.owned(state.hashed()), 0)[0]
+    return State({name: x.clone() for name, x in instep.full_state_dict(model).items()}, digest)
+
+
+def assert_same_state(ours: State, expected: State) -> None:
+    """The same bits, of any two kinds on any ranks."""
+    assert_same(ours.weights, expected.weights, "weights")
+    assert ours.sha256 in ("", expected.sha256), "moments"

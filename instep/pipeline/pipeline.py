@@ -138,6 +138,11 @@ class Pipeline(WrappedOnce, OwnNames):
         find_unused_parameters: bool | None = None,
         seed: int = 0,
     ) -> None:
+        if rounding == "stochastic":
+            raise ValueError(
+                "rounding='stochastic' in a pipeline: its random bits are keyed by a parameter's number in "
+                "its stage, so that gradients would depend on the cuts: leave rounding='nearest'"
+            )
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
         self.schedule, self._num_micro_batches, self.next_step = schedule, micro_batches, 0
         self._chunks, self._seed = chunks, seed
