@@ -33,7 +33,7 @@ from instep.errors import Desync, PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
 from instep.hook import Hook, weakly
 from instep.net.device import Stream
-from instep.net.lane import Lane
+from instep.net.lane import Lane, Work
 from instep.net.messages import Messages
 from instep.net.process_group import Group
 from instep.shard.unit import Unit

@@ -40,7 +40,7 @@ from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward, is_in_backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
-from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.parameter_registry import ParameterRegistry
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
@@ -319,6 +319,7 @@ class Sharding:
         self.gathers.reduction_error = weakly(self._error_of_reduction)
         for unit in self.units:
             unit.divide = weakly(self._divide)
+            unit.when_loaded = weakly(self.reducer.settled)
             for whole, p in zip(unit.whole, unit.parameters, strict=True):
                 registry.stand_for(whole, p)
         on = self.units[0].device if self.units else torch.device("cpu")
@@ -336,12 +337,6 @@ class Sharding:
         groups = self.ranks.groups
         self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, self.gathers.lane, groups)
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
-
-    def follow(self) -> None:
-        """As ``Subject.follow``: of rank 0's shard group."""
-        if self.ranks.replica == 0:
-            self.gathers.follow()
-            self.gathers.settle()
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not is_in_backward():
@@ -372,7 +367,7 @@ def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
     """The parameters of ``module``, if they can be sharded."""
     registry = ParameterRegistry(module)
     checks.require_no_pipeline(module)
-    optimizer_guard.require_unwatched([p for _, p in [*registry.trainable, *registry.frozen]])
+    optimizer_guard.require_unowned([p for _, p in [*registry.trainable, *registry.frozen]])
     for name, p in [*registry.trainable, *registry.frozen]:
         checks.require_plain(name, p)
         if p.grad is not None:
@@ -434,7 +429,6 @@ def _subject_of(sharding: Sharding, *, strategy: str, seed: int) -> Subject:
             *(Value(name, 0, p) for name, p in backward.module.named_parameters() if id(p) not in names),
         ],
         memory=[bucket.reduced for bucket in reducer.buckets],
-        follow=sharding.follow,
     )
 
 

@@ -83,6 +83,7 @@ class Unit(Home):
         self.is_vacant = vacant and first.is_meta
         self.has_values = not first.is_meta
         self.divide: Callable[[Optimizer], DividedOptimizer] | None = None
+        self.when_loaded: Callable[[], None] = lambda: None
         self.is_made_whole = False  # the user's parameters are whole
         self.is_shown = False  # the module has the whole ones
         self.whole: list[nn.Parameter] = []
@@ -239,6 +240,7 @@ class Unit(Home):
     def loaded(self) -> None:
         self.has_values = True
         increment_version(self.parameters)
+        self.when_loaded()
 
     def leave(self) -> None:
         """Drop all values, and their memory."""
