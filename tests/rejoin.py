@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,11 @@ class Rejoined:
     @property
     def module(self) -> nn.Module:
         return offered(self.model).module
+
+    def in_backward(self, function: Callable[[], None]) -> None:
+        """Call ``function`` in backward, when it comes to the last module that is here."""
+        *_, last = (m for m in self.module.modules() if any(p.numel() for p in m.parameters(recurse=False)))
+        last.register_full_backward_pre_hook(lambda module, gradient: function())
 
     def leave(self) -> None:
         """Give the groups back, from any point of a step."""
@@ -196,11 +201,11 @@ class Meetings:
 
 
 def slice_bytes(model: Any) -> int:
-    """Memory of its slices, but for the one element that stands for each."""
-    slices = [x.tensor for unit in model.sharding.stage3.units for x in unit.held]
-    slices += [unit.slice for unit in model.sharding.stage3.units]
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in slices}
-    return sum(nbytes for nbytes in storages.values() if nbytes > slices[0].itemsize)
+    """Memory of its shards, and of what is gathered."""
+    units = model.sharding.units
+    shards = [x for unit in units for x in (*unit.parameters, unit.slice, unit.flat)]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in shards}
+    return sum(storages.values())
 
 
 class Lost(Exception):

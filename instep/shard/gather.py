@@ -18,6 +18,7 @@ Which unit is next is known from the last time: the recorded order of forward, a
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -56,7 +57,7 @@ class Gathers:
         self._group, self._units, self._recorder = group, units, recorder
         device = units[0].device if units else torch.device("cpu")
         self._stream = Stream(device, inline=self.lane.inline)
-        self._knows_who_left = False  # all ranks know of a step that was left: it need not be announced
+        self._has_left = False  # this rank has announced that it left the step, or all know of one that did
         self._following: Work | None = None
         self.reduction_error: Callable[[], BaseException | None] = lambda: None
 
@@ -120,15 +121,15 @@ class Gathers:
 
     def leave(self) -> None:
         """The step is given up: whoever waits for this rank's part of a unit is told."""
-        if self._group.size > 1 and not self._knows_who_left and not isinstance(self.lane.failed, PeerLost):
+        if self._group.size > 1 and not self._has_left and not isinstance(self.lane.failed, PeerLost):
             self.recover()
             name = "leaving a step"
             self.lane.submit(name, partial(self._announce, LEFT, name), awaited=False)
-        self._knows_who_left = False
+        self._has_left = True
 
     def begin_step(self) -> None:
-        """A reduction begins."""
-        self._knows_who_left = False
+        """A forward or a reduction begins; what was given up before is over."""
+        self._has_left = False
 
     def recover(self) -> None:
         """Go on after a gather that failed, unless a rank was lost."""
@@ -180,7 +181,7 @@ class Gathers:
         rows = group.all_gather_bytes(mine.to_bytes(8, "little", signed=True), name, lengths=[8] * group.size)
         said = [int.from_bytes(row, "little", signed=True) for row in rows]
         if LEFT in said:
-            self._knows_who_left = True
+            self._has_left = True
             if mine == LEFT:
                 return LEFT
             who = [str(rank) for rank, x in zip(group.ranks, said, strict=True) if x == LEFT]
@@ -189,7 +190,7 @@ class Gathers:
             )
         others = {x for x in said if x != IDLE}
         if len(others) > 1:
-            self._knows_who_left = True
+            self._has_left = True
             lines = [
                 f"rank {rank} gathers {self._describe(x)}" for rank, x in zip(group.ranks, said, strict=True)
             ]
@@ -262,6 +263,8 @@ class UnitHooks:
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         """The forward of ``m`` has ended, or was left by an exception."""
+        if output is None and m is self.module and sys.exc_info()[1] is not None:
+            self._gathers.leave()
         if self._running[m]:
             self._running[m] -= 1
         watched = False

@@ -45,6 +45,7 @@ from instep.step.replica_watch import Replica
 
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
 GRADIENT_NORM = "the gradient norm"
+OWN_HOOKS = 1  # which raises (sharding.py)
 
 
 class SliceReducer(Reduction):
@@ -68,7 +69,7 @@ class SliceReducer(Reduction):
         "the micro-batch has ended, and needs memory for all of its gradients"
     )
     lost_fix = "close() the module, and shard one with a state that was kept over another group"
-    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_update_digest")
+    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "_update_digest", "_unreduced")
     buckets: list[SlicedBucket]
 
     def __init__(
@@ -155,7 +156,11 @@ class SliceReducer(Reduction):
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
         self._gathers.begin_step()
-        self.drop_discarded()
+        for i in self._discarded():  # into what is still here, autograd has accumulated by now
+            raise ValueError(
+                f"the gradient of {self.names[i]!r} was kept under no_sync and discarded by zero_grad(), and a "
+                "backward of an earlier forward was added to it: discard before the forward"
+            )
         for i in self._unreduced:
             self.optimizer_parameters[i].grad = None
         self._unreduced.clear()
@@ -187,13 +192,28 @@ class SliceReducer(Reduction):
             p.grad = torch.zeros_like(p)
             self._unreduced[i] = p.grad, p.grad._version
 
+    def require_no_hooks(self) -> None:
+        """Raise ``ValueError`` if a shard has a hook of the user's, which no gradient would ever call."""
+        for name, p in zip(self.names, self.optimizer_parameters, strict=True):
+            if len(p._backward_hooks or ()) > OWN_HOOKS or p._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {name!r} has a hook, and is a shard, to which autograd never comes: edit gradients "
+                    "after backward, or use a hook of the module or of its output"
+                )
+
     def drop_discarded(self) -> None:
         """What ``no_sync`` has kept goes where ``zero_grad()`` has been called since."""
-        for i, (zeros, version) in list(self._unreduced.items()):
-            if self.optimizer_parameters[i].grad is not zeros or zeros._version != version:
-                self.parameters[i].grad = None
-                self.local[i] = False
-                del self._unreduced[i]
+        for i in self._discarded():
+            self.parameters[i].grad = None
+            self.local[i] = False
+            del self._unreduced[i]
+
+    def _discarded(self) -> list[int]:
+        return [
+            i
+            for i, (zeros, version) in self._unreduced.items()
+            if self.optimizer_parameters[i].grad is not zeros or zeros._version != version
+        ]
 
     def close_leaf(self) -> None:
         if self._declared:
@@ -252,6 +272,9 @@ class SliceReducer(Reduction):
         super().abandon()
         self._drop_gradients()
         self.buckets, self._works = [], []
+
+    def forward_raised(self) -> None:
+        self._gathers.leave()
 
     def backward_ended(self) -> None:
         self.ended()

@@ -340,7 +340,10 @@ class Sharding:
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not is_in_backward():
+            self.backward.look_back()
+            self.gathers.begin_step()
             self.reducer.drop_discarded()
+            self.reducer.require_no_hooks()
 
     def _error_of_reduction(self) -> BaseException | None:
         failed = self.reducer.lane.failed

@@ -248,6 +248,8 @@ class Unit(Home):
         self.free()
         self.has_values, self.is_vacant = False, True
         self._make_shards()
+        self.flat.untyped_storage().resize_(0)
+        self._gathered_versions = []
 
     def lay_out(self, group: Group) -> None:
         """Shard over ``group`` from now on, without values until they are loaded."""

@@ -140,7 +140,11 @@ class Trial:
         self.state.begin()
         for generator in self.generators:
             seed_generator(generator, derive(self.subject.seed, "verify", rank))
-        return loss_of(model, unpack(*packed, self.device), self.loss)
+        try:
+            return loss_of(model, unpack(*packed, self.device), self.loss)
+        except BaseException:
+            self.reducer.forward_raised()
+            raise
 
 
 class RestoreOnExit:
@@ -160,7 +164,7 @@ class RestoreOnExit:
         values = (*(value.tensor for value in subject.values), *subject.memory)
         self._values = [(x, x.detach().clone()) for x in values]
         self._buffers = [(x, x.detach().clone()) for x in self.module.buffers()]
-        self._gradients = [(p, p.grad) for p in self.module.parameters()]
+        self._gradients = [(p, p.grad) for p in (*self.module.parameters(), *self.reducer.parameters)]
         entries = optimizer_guard.owners_of(self.reducer.optimizer_parameters)
         self._reduced = [(entry, entry.reduced) for entry in entries]
         self._wrapper_state = [
@@ -197,7 +201,7 @@ class RestoreOnExit:
             for name, buffer in buffers.items():
                 module._buffers[name] = buffer
         _write_back(self._buffers)
-        for parameter in (*(p for p, _ in self._gradients), *self.reducer.parameters):
+        for parameter, _ in self._gradients:
             parameter.grad = None
 
 

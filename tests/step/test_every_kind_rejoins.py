@@ -175,7 +175,7 @@ def test_shard_groups_are_filled_alike(mesh: Mesh, meetings: Any) -> None:
     over_meshes(joined, [], meetings(4), mesh.rank, GROUPS, ONE_GROUP)
 
 
-def die(gradient: Tensor) -> None:
+def die() -> None:
     raise Lost
 
 
@@ -184,7 +184,7 @@ def half_a_step(joined: Rejoined, rank: int, place: str, under_way: list[Iterato
     model, leaf = joined.model, joined.program.leaf
     if joined.program.kind == "pipeline":
         if rank == 2:
-            joined.parameters[-1].register_hook(die)
+            joined.in_backward(die)
         joined.program.backward(model, 2)
     if place == "undeclared":
         leaf(model, MicroBatch(rank, 3), 2)
@@ -192,7 +192,7 @@ def half_a_step(joined: Rejoined, rank: int, place: str, under_way: list[Iterato
         under_way.append(model.micro_batches(joined.program.num_leaves))  # kept, so that no collector ends it
         micro_batch = next(under_way[0])
     if rank == 2 and place != "update":
-        joined.parameters[-1].register_hook(die)
+        joined.in_backward(die)
     if place == "undeclared":
         leaf(model, MicroBatch(rank, 3), 2)
         return
@@ -344,7 +344,7 @@ def lose_rank_by_signal(path: str, kind: str) -> None:
     joined.join(mesh, kept)
     joined.steps(1)
     if mesh.rank == 1:
-        joined.parameters[-1].register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        joined.in_backward(lambda: os.kill(os.getpid(), signal.SIGKILL))
     try:
         joined.program.backward(joined.model, 1)
     except PeerLost:
