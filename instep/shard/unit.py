@@ -248,8 +248,9 @@ class Unit(Home):
         self.free()
         self.has_values, self.is_vacant = False, True
         self._make_shards()
-        self.flat.untyped_storage().resize_(0)
-        self._gathered_versions = []
+        self.flat, self._gathered_versions = self.flat.new_empty(0), []
+        for whole in self.whole:
+            whole.data = self.flat
 
     def lay_out(self, group: Group) -> None:
         """Shard over ``group`` from now on, without values until they are loaded."""
