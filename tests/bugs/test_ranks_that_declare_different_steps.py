@@ -17,21 +17,18 @@ from torch import nn
 
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from tests.world import world
 
-KINDS = ["naive", "flat", "overlap", "bucketed", "server", "stage 2", "stage 3"]
+KINDS = ["naive", "flat", "overlap", "bucketed", "stage 2", "stage 3"]
 
 
 @contextlib.contextmanager
 def wrapped(mesh: Mesh, kind: str) -> Iterator[Any]:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model: Any
-    if kind == "server":
-        model = ParameterServer(module, torch.optim.SGD(module.parameters(), lr=0.1), mesh)
-    elif kind.startswith("stage"):
+    if kind.startswith("stage"):
         model = fully_shard(module, mesh, stage=int(kind[-1]))
     else:
         model = DataParallel(module, process_group=mesh, strategy=kind)

@@ -167,17 +167,6 @@ def test_a_run_that_ended_before_it_could_sum_up_does_so_when_resumed(recipe, un
     assert "speed  not measured: these ranks have made no step\n" in ended.out
 
 
-def test_threads_give_the_hash_of_one_rank_where_nothing_is_random(recipe, tmp_path):
-    for strategy, ranks in (("bucketed", 1), ("threads", 3)):
-        same = (*recipe, "--model.dropout", 0, "--steps", 6, "--run-dir", strategy)
-        ended = train(*same, "--parallel.strategy", strategy, "-n", ranks, cwd=tmp_path)
-        assert ended.code == 0, ended.err
-    assert_same_run(tmp_path / "threads", tmp_path / "bucketed")
-    found = summary(tmp_path / "threads")
-    assert (found["strategy"], found["num_replicas"], found["world_size"]) == ("threads", 3, 1)
-    assert "steps  6 on 3 replica thread(s), threads\n" in ended.out
-
-
 def test_without_the_ordered_sum_the_hash_depends_on_the_ranks(recipe, tmp_path):
     """The negative control: where this fails, the other tests could not have failed either."""
     hashes = set()
