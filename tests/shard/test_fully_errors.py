@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 import weakref
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import FullySharded, full_state_dict, fully_shard
@@ -193,70 +191,6 @@ def test_rank_0s_values_are_everybodys_buffers_and_frozen_parameters_too(mesh: M
             x.add_(mesh.rank)
     model = fully_shard(module, mesh, stage)
     assert_same(full_state_dict(model), expected, "state")
-    model.close()
-
-
-def leave_at(mesh: Mesh, model: nn.Module, when: Callable[[int, bool], bool]) -> None:
-    """Rank 1 leaves the loop in its micro-batch where ``when(count, after backward)`` says so."""
-    for count, micro_batch in enumerate(model.micro_batches(7)):  # type: ignore[operator]
-        if mesh.rank == 1 and when(count, False):
-            return
-        wide_step(model, micro_batch, 0)
-        if mesh.rank == 1 and when(count, True):
-            return
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@STAGES
-def test_leaving_the_loop_makes_the_others_raise_and_all_can_go_on(backend: str, stage: int) -> None:
-    @world(3, backend=backend)
-    def body(mesh: Mesh) -> None:
-        reference = fully_shard(filled(Wide()), mesh, stage)
-        optimizer = ShardedOptimizer(reference.parameters(), SGD, mesh, **LOOP)
-        declared(reference, optimizer)
-        expected = full_state_dict(reference)
-        reference.close()
-        model = fully_shard(filled(Wide()), mesh, stage)
-        optimizer = ShardedOptimizer(model.parameters(), SGD, mesh, **LOOP)
-        for count in (0, 1):
-            for after in (False, True):
-                if mesh.rank == 1:
-                    leave_at(mesh, model, lambda c, a, want=(count, after): (c, a) == want)  # type: ignore[misc]
-                else:
-                    with pytest.raises(Desync, match="rank 1 left step 0 before its gradients were complete"):
-                        leave_at(mesh, model, lambda c, a: False)
-                assert all(p.grad is None for p in model.parameters())
-                with pytest.raises(RuntimeError, match="after a step that was given up"):
-                    optimizer.step()
-        declared(model, optimizer)
-        assert_same(full_state_dict(model), expected, "weights")
-        model.close()
-
-    body()
-
-
-@world(2)
-@STAGES
-def test_ranks_that_are_out_of_step_all_raise(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(Wide()), mesh, stage)
-    with pytest.raises(Desync, match=r"expects (2|3) micro-batches in the step"):
-        backwards(model, 2 + mesh.rank)
-    undeclared_on_one = functools.partial(plain, mesh) if mesh.rank == 0 else backwards
-    with pytest.raises(Desync, match="is in a declared step"):
-        undeclared_on_one(model)
-    model.close()
-
-
-@world(2)
-@STAGES
-def test_a_gradient_that_was_never_exchanged_is_not_stepped_with(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(Wide()), mesh, stage)
-    optimizer = ShardedOptimizer(model.parameters(), SGD, mesh, **LOOP)
-    with model.no_sync():
-        plain(mesh, model)
-    with pytest.raises(RuntimeError, match="never exchanged with the other ranks"):
-        optimizer.step()
-    optimizer.close()
     model.close()
 
 
