@@ -533,13 +533,12 @@ class Pipeline(WrappedOnce, OwnNames):
 
     def __instep_state__(self) -> Wrapped:
         reducers = [stage.reducer for stage in self._stages.values()]
-        buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
         return Wrapped(
             module=self.module,
             group=self.group,
-            gradients=lambda: [bucket.home for bucket in buckets],
+            gradients=lambda: [bucket.home for reducer in reducers for bucket in reducer.buckets],
             scratch=lambda: [
-                *(x for bucket in buckets for x in bucket.spares),
+                *(x for reducer in reducers for bucket in reducer.buckets for x in bucket.spares),
                 *(x for reducer in reducers for x in reducer.exchange.scratch),
                 *self._tied.memory,
             ],

@@ -34,7 +34,7 @@ from instep.step.agreement import agree_on_structure, agree_on_values, broadcast
 from instep.step.backward import Backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.nesting import WrappedOnce, require_unwrapped
-from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.parameter_registry import ParameterRegistry, require_read_only
 from instep.step.reduction import ReductionOptions
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
@@ -195,7 +195,6 @@ class DataParallel(WrappedOnce, OwnNames):
             self.group.close()
             raise
         parameters = self._reducer.parameters
-        optimizer_guard.take_over(parameters)
         optimizer_guard.accept(self.module.parameters())
         device = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(device)
@@ -245,7 +244,7 @@ class DataParallel(WrappedOnce, OwnNames):
         if self.group.size > 1:
             require_read_only(self.module)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
-        optimizer_guard.require_unshared(parameters)
+        optimizer_guard.require_unowned(parameters)
         align([*self.module.parameters(), *self.module.buffers()])
         sparse = sparse_positions(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)

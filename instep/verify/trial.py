@@ -162,7 +162,7 @@ class RestoreOnExit:
         self._values = [(x, x.detach().clone()) for x in values]
         self._buffers = [(x, x.detach().clone()) for x in self.module.buffers()]
         self._gradients = [(p, p.grad) for p in self.module.parameters()]
-        entries = optimizer_guard.entries_of(self.reducer.parameters)
+        entries = optimizer_guard.owners_of(self.reducer.parameters)
         self._reduced = [(entry, entry.reduced) for entry in entries]
         self._wrapper_state = [
             (x, {name: copy.copy(getattr(x, name)) for name in x.changes})

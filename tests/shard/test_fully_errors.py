@@ -102,7 +102,7 @@ def test_a_module_is_sharded_or_wrapped_once(mesh: Mesh, stage: int) -> None:
     inner = fully_shard(module.inner, mesh, stage)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(inner, mesh, stage)
-    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded already: shard each module once"):
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded by fully_shard already"):
         fully_shard(module, mesh, stage)
     with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded by fully_shard"):
         DataParallel(module, process_group=mesh)
