@@ -15,6 +15,8 @@ from torch.optim import SGD, Optimizer
 import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
+from instep.replicate.strategies import STRATEGIES
+from instep.state.homes import offered
 from tests.kinds import KINDS, LOOPS, STAGES, WIDTH, WRAPPERS, Program, close, net, on_every_kind
 from tests.parity import bits, filled, numbers
 from tests.replicate.nets import Twice
@@ -207,20 +209,81 @@ def test_ranks_that_are_out_of_step_all_raise(mesh: Mesh, kind: str) -> None:
     close(model)
 
 
-@on_every_kind(2, LOOPS)
-def test_unequal_numbers_of_backwards_raise_on_both_ranks(mesh: Mesh, kind: str) -> None:
+# What rank 1 alone does in the second step of a loop, and what all are told, within no deadline.
+ODD = {
+    "skips": r"rank 1 is in the exchange of gradients; rank 0: optimizer.step\(\)",
+    "repeats": r"rank 1 is in optimizer.step\(\); rank 0: the exchange of gradients",
+    "clips": r"rank 1 is in clip_grad_norm_; rank 0: optimizer.step\(\)",
+    "keeps": "rank 1 is in a barrier outside of a step .*; rank 0: the exchange of gradients",
+}
+
+
+def oddly(kind: str, mesh: Mesh, odd: str) -> None:
     model, optimizer = made(kind, mesh)
-
-    def steps() -> None:
-        for step in range(2):
-            for _ in range(2 - mesh.rank):
-                loss(model, str(step), mesh.rank).backward()
+    for step in range(3):
+        alone = mesh.rank == step == 1
+        loss(model, str(step), mesh.rank).backward()
+        if alone and odd == "clips":
+            instep.clip_grad_norm_(model.parameters(), 1.0)
+        for _ in range(1 if not alone else {"skips": 0, "repeats": 2}.get(odd, 1)):
             optimizer.step()
-            optimizer.zero_grad()
+        if alone and odd == "keeps":
+            instep.full_state_dict(model)
+        optimizer.zero_grad()
 
-    with pytest.raises(Desync, match=r"out of step|rank 1 is at optimizer step 1; rank 0: 0"):
-        steps()
-    close(optimizer, model)
+
+@on_every_kind(2, (*LOOPS[1:], "stage 2, sharded optimizer"), timeout_s=50.0)
+@pytest.mark.parametrize("odd", ODD)
+def test_what_one_rank_alone_does_is_told_at_once(mesh: Mesh, kind: str, odd: str) -> None:
+    """It waited in a group of the optimizer's, and the others for its gradients, until the deadline."""
+    if kind == "stage 1" and odd in ("clips", "keeps"):
+        pytest.skip("whole gradients and weights need no other rank")
+    with pytest.raises(Desync, match=ODD[odd]):
+        oddly(kind, mesh, odd)
+
+
+@on_every_kind(4, ("stage 3",), dp=2, shard=2, timeout_s=50.0)
+def test_ranks_of_other_shard_groups_are_told_too(mesh: Mesh, kind: str) -> None:
+    with pytest.raises(Desync, match="rank 1 is in the exchange of gradients; ranks 0, 2, 3: optimizer"):
+        oddly(kind, mesh, "skips")
+
+
+@on_every_kind(2, STAGES, timeout_s=50.0)
+def test_the_error_of_the_rank_itself_comes_first(mesh: Mesh, kind: str) -> None:
+    """It raises in its closure, and its own traceback has the cause."""
+    model, optimizer = made(kind, mesh)
+    loss(model, "x", mesh.rank).backward()
+
+    def closure() -> float:
+        if mesh.rank == 1:
+            raise KeyError("mine")
+        return 0.0
+
+    with pytest.raises(KeyError if mesh.rank == 1 else Desync):
+        optimizer.step(closure)
+    close(model)
+
+
+def declare(model: Any, step: int | None) -> None:
+    for micro_batch in model.micro_batches(2, step=step):
+        Program("").leaf(model, micro_batch, 0)
+
+
+@on_every_kind(3, WRAPPERS)
+def test_a_step_that_one_rank_declares_otherwise_raises_on_all(mesh: Mesh, kind: str) -> None:
+    """Its dropout was keyed by another step than that of the others."""
+    for strategy in STRATEGIES if kind == "replicated" else ("",):
+        model, _ = made(kind, mesh, **({"strategy": strategy} if strategy else {}))
+        with pytest.raises(Desync, match=r"rank 2 declares step 8; ranks 0, 1: 7\. .*the same step="):
+            declare(model, 8 if mesh.rank == 2 else 7)
+
+
+@on_every_kind(2, WRAPPERS, backend="shm")
+def test_a_rank_that_counts_from_another_step_raises_on_all(mesh: Mesh, kind: str) -> None:
+    model, _ = made(kind, mesh)
+    offered(model).counter.next_step = 5 + mesh.rank
+    with pytest.raises(Desync, match=r"rank \d declares step .*load the same checkpoint on every rank"):
+        declare(model, None)
 
 
 @on_every_kind(2, STAGES)
