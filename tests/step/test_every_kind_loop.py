@@ -314,11 +314,16 @@ def leave_at(model: Any, rank: int, place: tuple[int, bool] | None) -> None:
 
 
 def leaves_the_loop(mesh: Mesh, kind: str) -> None:
+    for strategy in STRATEGIES if kind == "replicated" else ("",):
+        leaves_the_loop_of(mesh, kind, **({"strategy": strategy, "bucket_cap_mb": 1e-4} if strategy else {}))
+
+
+def leaves_the_loop_of(mesh: Mesh, kind: str, **wrap: Any) -> None:
     expected, _ = made(kind, mesh)
     declared(expected)
     norm = instep.clip_grad_norm_(expected.parameters(), 1e9)
     close(expected)
-    model, optimizer = made(kind, mesh)
+    model, optimizer = made(kind, mesh, **wrap)
     for place in ((0, False), (0, True), (1, False), (1, True)):
         if mesh.rank == 1:
             leave_at(model, 1, place)
