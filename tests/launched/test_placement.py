@@ -9,7 +9,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from instep.run.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS
 from instep.run.jsonl import read_lines
 from instep.run.ledger import LEDGER
 from instep.timeline.trace_files import FOLDER
-from tests.launched.command import read_until, started_warm, steps_of, train
+from tests.launched.command import assert_same_run, read_until, started_warm, steps_of, summary, train
 from tests.launched.conftest import LONG, SLOWLY, STEPS
 
 # What others read in summary.json.
@@ -35,17 +34,6 @@ FIELDS = {
     "restarts",
     "fingerprint",
 }
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / SUMMARY).read_text())
-
-
-def assert_same_run(run_dir: Path, reference: Path) -> None:
-    """Equal weights, moments and step, and on the way there equal losses, gradients and data, bit by bit."""
-    assert steps_of(run_dir) == steps_of(reference)
-    for field in ("state_sha256", "fingerprint", "loss_first", "loss_last", "held_out_loss"):
-        assert summary(run_dir)[field] == summary(reference)[field], field
 
 
 def assert_every_sample_once(run_dir: Path, global_size: int = 16) -> None:
@@ -80,13 +68,6 @@ def test_three_ranks_give_the_hash_of_one(recipe, undisturbed, tmp_path):
     last_words = ended.out.splitlines()
     assert last_words[0] == "run    run"
     assert last_words[-1] == f"state  sha256 {summary(undisturbed)['state_sha256']}"
-
-
-def test_a_run_that_was_stopped_says_how_to_go_on(stopped):
-    found = summary(stopped)
-    assert (found["steps"], found["world_size"]) == (STEPS // 2, 2)
-    assert steps_of(stopped)[-1]["step"] == STEPS // 2
-    assert not (stopped / WORKERS).exists()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
