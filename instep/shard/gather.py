@@ -129,7 +129,10 @@ class Gathers:
 
     def begin_step(self) -> None:
         """A forward or a reduction begins; what was given up before is over."""
-        self._has_left = False
+        if self._has_left:
+            self.lane.drain()
+            self.recover()
+            self._has_left, self._following = False, None
 
     def recover(self) -> None:
         """Go on after a gather that failed, unless a rank was lost."""
@@ -186,7 +189,7 @@ class Gathers:
                 return LEFT
             who = [str(rank) for rank, x in zip(group.ranks, said, strict=True) if x == LEFT]
             raise Desync(
-                f"rank {', '.join(who)} left the step early, and rank {group.global_rank} was in {name}"
+                f"rank {', '.join(who)} left the step before its end, and rank {group.global_rank} was in {name}"
             )
         others = {x for x in said if x != IDLE}
         if len(others) > 1:

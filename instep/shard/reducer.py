@@ -273,7 +273,7 @@ class SliceReducer(Reduction):
         self._drop_gradients()
         self.buckets, self._works = [], []
 
-    def forward_raised(self) -> None:
+    def interrupted(self) -> None:
         self._gathers.leave()
 
     def backward_ended(self) -> None:

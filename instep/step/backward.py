@@ -136,6 +136,7 @@ class Backward:
             self.reducer.backward_ended()
             if self.declared.micro_batch is None:
                 self.reducer.leave()
+                self.reducer.interrupted()
 
     def _is_nested(self) -> bool:
         """Whether a backward inside this one runs now, as of a reentrant checkpoint."""

@@ -236,8 +236,8 @@ class Reduction(ABC):
         """Why ``optimizer`` cannot use these gradients, or None."""
         return None
 
-    def forward_raised(self) -> None:  # noqa: B027 - most have nothing to do
-        """A forward has raised, and other ranks may wait for what this one would have gathered."""
+    def interrupted(self) -> None:  # noqa: B027 - most have nothing to do
+        """A forward or backward has raised, and other ranks may wait for what this one would have gathered."""
 
     def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """Backward has ended, or (it raised) will not."""

@@ -143,7 +143,7 @@ class Trial:
         try:
             return loss_of(model, unpack(*packed, self.device), self.loss)
         except BaseException:
-            self.reducer.forward_raised()
+            self.reducer.interrupted()
             raise
 
 

@@ -89,7 +89,7 @@ def test_backwards_that_raise_on_one_rank_are_given_up_once(mesh: Mesh, kind: st
             with broken(model), pytest.raises(ArithmeticError):
                 backward(model, 1, declared)
         else:
-            with pytest.raises(Desync, match=r"rank 1 left step \d"):
+            with pytest.raises(Desync, match=r"rank 1 left (the )?step"):
                 backward(model, 0, declared)
         assert_steps_work(model, mesh.rank, expected)
         model.zero_grad()
@@ -124,7 +124,7 @@ def test_an_exception_after_the_last_backward_of_the_very_first_step(mesh: Mesh,
         with pytest.raises(ArithmeticError):
             leave()
     else:
-        with pytest.raises(Desync, match="rank 0 left step 0"):
+        with pytest.raises(Desync, match="rank 0 left (the )?step"):
             backward(model, 1, declared=True)
     assert_steps_work(model, mesh.rank, expected)
     close(model)
