@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "linalg_norm", "vector_norm", "norm"})
+ZEROS = frozenset({"zero_", "_foreach_zero_"})
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -33,13 +35,19 @@ class GradientShard(Tensor):
 
     instep_name: str
     instep_owner: weakref.ref[ShardOwner]
+    instep_is_part = True  # other ranks have more of it
+    instep_is_zeroed = False  # by ``zero_grad(set_to_none=False)``
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         called = getattr(func, "__name__", "")
-        if called in NORMS:
+        if called in ZEROS:
+            for x in tree_leaves(args):
+                if isinstance(x, cls):
+                    x.instep_is_zeroed = True
+        if called in NORMS and any(isinstance(x, cls) and x.instep_is_part for x in tree_leaves(args)):
             raise RuntimeError(
                 f"{called} of a gradient shard: .grad of a sharded parameter is this rank's part, and its norm is "
                 "not that of the gradient. Clip with instep.clip_grad_norm_(model.parameters(), max_norm), which "
@@ -51,16 +59,17 @@ class GradientShard(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def gradient_shard(values: Tensor, name: str, owner: ShardOwner) -> Tensor:
+def gradient_shard(values: Tensor, name: str, owner: ShardOwner, *, is_part: bool) -> GradientShard:
     """``values``, which stay where they are, as the gradient of this rank's shard of parameter ``name``."""
-    x = Tensor._make_subclass(GradientShard, values)
-    x.instep_name, x.instep_owner = name, weakref.ref(owner)
+    x: GradientShard = Tensor._make_subclass(GradientShard, values)
+    x.instep_name, x.instep_owner, x.instep_is_part = name, weakref.ref(owner), is_part
     return x
 
 
 def owner_of(gradient: Tensor) -> ShardOwner | None:
     """Whose shard ``gradient`` is; None if it is whole."""
-    return gradient.instep_owner() if isinstance(gradient, GradientShard) else None
+    is_part = isinstance(gradient, GradientShard) and gradient.instep_is_part
+    return gradient.instep_owner() if is_part else None  # type: ignore[attr-defined]
 
 
 def by_owner(gradients: Sequence[Tensor]) -> list[tuple[ShardOwner, list[Tensor]]]:

@@ -148,6 +148,11 @@ class FullySharded(WrappedOnce):
         finally:
             backward.sync = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.nn.Module``, of the shards: also after a backward that raised, in the middle of a unit."""
+        self.sharding.hooks.ended()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     def sync_gradients(self) -> None:
         """Exchange what was accumulated since the last exchange; a second call does nothing. Collective.
 
@@ -426,7 +431,7 @@ def _require_plain(module: nn.Module) -> None:
             "(stage=2), or use DataParallel"
         )
     added = [name for name in vars(FullySharded) if not name.startswith("_")]
-    taken = [name for name in added if hasattr(module, name)]
+    taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]
     if taken:
         raise ValueError(
             f"the module has an attribute {taken[0]!r} of its own, which fully_shard would hide: give it "

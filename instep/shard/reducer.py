@@ -29,7 +29,7 @@ from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
-from instep.reduce.gradient_shard import gradient_shard
+from instep.reduce.gradient_shard import GradientShard, gradient_shard
 from instep.reduce.header import NORM, UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.norm import block_square_sums
@@ -110,8 +110,8 @@ class SliceReducer(Reduction):
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
         self._works: list[Work] = []  # of this reduction, one per unit and round
         self._num_leaves_closed = 0
-        # By position: the zeros that stand in a shard's ``.grad`` while there is a gradient under no_sync.
-        self._unreduced: dict[int, tuple[Tensor, int]] = {}
+        # By position: a shard's ``.grad`` while there is a gradient under no_sync, and whether it is zeros for that.
+        self._unreduced: dict[int, tuple[GradientShard, bool]] = {}
         self._update_digest = 0  # of the optimizers' steps and of writes to shards, on all ranks alike
         self.settled()
 
@@ -156,13 +156,16 @@ class SliceReducer(Reduction):
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
         self._gathers.begin_step()
+        if plan.declared:  # no backward has begun
+            self.drop_discarded()
         for i in self._discarded():  # into what is still here, autograd has accumulated by now
             raise ValueError(
                 f"the gradient of {self.names[i]!r} was kept under no_sync and discarded by zero_grad(), and a "
                 "backward of an earlier forward was added to it: discard before the forward"
             )
-        for i in self._unreduced:
-            self.optimizer_parameters[i].grad = None
+        for i, (_, is_placed) in self._unreduced.items():
+            if is_placed:
+                self.optimizer_parameters[i].grad = None
         self._unreduced.clear()
         self._compare_writes()
         for i, p in enumerate(self.optimizer_parameters):
@@ -187,10 +190,14 @@ class SliceReducer(Reduction):
 
     def arrived(self, i: int, *, settles: bool = True) -> None:
         super().arrived(i, settles=settles)
-        p = self.optimizer_parameters[i]
-        if self.leaf is None and p.grad is None:
-            p.grad = torch.zeros_like(p)
-            self._unreduced[i] = p.grad, p.grad._version
+        if self.leaf is None and i not in self._unreduced:
+            p = self.optimizer_parameters[i]
+            is_placed = p.grad is None
+            if p.grad is None:
+                self._set_gradient(i, torch.zeros_like(p.detach()))
+            if isinstance(p.grad, GradientShard):
+                p.grad.instep_is_zeroed = False
+                self._unreduced[i] = p.grad, is_placed
 
     def require_no_hooks(self) -> None:
         """Raise ``ValueError`` if a shard has a hook of the user's, which no gradient would ever call."""
@@ -211,8 +218,8 @@ class SliceReducer(Reduction):
     def _discarded(self) -> list[int]:
         return [
             i
-            for i, (zeros, version) in self._unreduced.items()
-            if self.optimizer_parameters[i].grad is not zeros or zeros._version != version
+            for i, (gradient, _) in self._unreduced.items()
+            if self.optimizer_parameters[i].grad is not gradient or gradient.instep_is_zeroed
         ]
 
     def close_leaf(self) -> None:
@@ -336,8 +343,7 @@ class SliceReducer(Reduction):
 
     def _set_gradient(self, i: int, values: Tensor) -> None:
         is_part = self.ranks.shard_group.size > 1
-        shard = gradient_shard(values, self.names[i], self) if is_part else values.data
-        self.optimizer_parameters[i].grad = shard
+        self.optimizer_parameters[i].grad = gradient_shard(values, self.names[i], self, is_part=is_part)
 
     def _drop_gradients(self) -> None:
         self.gradients.drop()
