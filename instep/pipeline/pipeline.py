@@ -49,21 +49,21 @@ from instep.pipeline.runtime import (
 from instep.pipeline.stage import Stage
 from instep.pipeline.tied import TiedParameters, ties_of
 from instep.reduce.node_format import NodeFormat
-from instep.replicate.own_names import OwnNames
+from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.strategies import find
 from instep.shard.materialise import Init
 from instep.state import homes
 from instep.state.homes import Wrapped
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, count_and_source
-from instep.step.nesting import WrappedOnce, require_unwrapped
+from instep.step.nesting import WrappedOnce, require_supported
 from instep.step.reduction import ReductionOptions, StepPlan
 from instep.verify.gradient_report import Report
 
 Closed = TypeVar("Closed", Group, Stage)
 
 
-class Pipeline(WrappedOnce, OwnNames):
+class Pipeline(WrappedOnce, ModuleProxy):
     """Trains a model in stages: each rank along the mesh's axis ``pp`` has some of the layers.
 
     A step is one call, in which every rank does its part of a schedule. It is a declared step: gradients, and
@@ -153,6 +153,7 @@ class Pipeline(WrappedOnce, OwnNames):
         self._first_values: FirstOfLayers | None = None  # of parameters from the meta device
         self._is_unfilled = any(p.is_meta for p in self.module.parameters())
         self._bind(_mesh_with_stages(mesh))
+        self._constructed()
 
     def _bind(self, mesh: Mesh) -> None:
         """Take part in ``mesh``. Collective. Where it fails, parameters have the values that they had."""
@@ -195,7 +196,7 @@ class Pipeline(WrappedOnce, OwnNames):
 
     def _prepare(self) -> tuple[list[Layer], Schedule]:
         """The layers, and a schedule with the stages; what this rank may refuse."""
-        require_unwrapped(self.module)
+        require_supported(self.module)
         for name, p in self.module.named_parameters():
             if (there := homes.home(p)) is not None and there.replicas is None:
                 raise ValueError(
@@ -448,7 +449,7 @@ class Pipeline(WrappedOnce, OwnNames):
             raise ValueError(NO_VALUES)
         self._first_values.fill(self._layers, self.home, self.mesh.data.group)
 
-    def forward(self, *values: Any) -> Any:
+    def __call__(self, *values: Any) -> Any:
         """What the model gives for ``values``, which are the same on all ranks of a pipeline, on all of them.
 
         Without gradients: for evaluation. Collective.

@@ -25,7 +25,7 @@ from instep.net.process_group import Group
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers
 from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
-from instep.replicate.reducer import Reducer, sparse_positions
+from instep.replicate.reducer import Reducer
 from instep.rng.keys import LeafKeys
 from instep.state.alignment import align
 from instep.step import optimizer_guard
@@ -108,9 +108,8 @@ class Stage:
         registry = ParameterRegistry(layers, but=others)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
-        sparse = sparse_positions(model, parameters)
         offsets_ns = measure(group).offsets_ns  # first, as a rank may be lost: a reducer has a thread
-        self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
+        self.reducer = Reducer(names, parameters, group, recorder, options)
         self.reducer.exchange.offsets_ns = offsets_ns
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
         recorder.marks = recorder.marks or marks_for(self._device)

@@ -19,13 +19,11 @@ number of ranks, are refused.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from instep.net.messages import awaited
@@ -115,22 +113,3 @@ def _take(bucket: Bucket, result: Any, name: str) -> None:
         )
     if result.data_ptr() != bucket.home.data_ptr() or result.dtype != bucket.dtype:
         bucket.home.copy_(result.detach().view(-1))
-
-
-def check(hook: Any) -> None:
-    """Raise as torch does if ``hook`` cannot be a communication hook."""
-    if not callable(hook):
-        raise TypeError(f"communication hook must be callable, got {type(hook).__name__}")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    expected = [
-        ("bucket annotation", None if bucket is None else bucket.annotation, dist.GradBucket),
-        ("return annotation", signature.return_annotation, torch.futures.Future[Tensor]),
-    ]
-    for what, found, wanted in expected:
-        if not (
-            found is None or found is inspect.Parameter.empty or isinstance(found, str) or found == wanted
-        ):
-            raise ValueError(
-                f"communication hook: {what} should be {wanted}, got {found!r}: annotate it so, or not at all"
-            )

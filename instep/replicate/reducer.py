@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
@@ -25,8 +25,7 @@ from instep.step.replica_watch import ReplicaWatch
 class Reducer(Reduction):
     """Reduces the gradients of ``parameters`` over ``group``, which has no other user, leaf by leaf.
 
-    After ``finish`` every ``.grad`` is the reduced gradient. ``sparse`` are the positions of the parameters
-    whose ``.grad`` shall be sparse; they travel dense.
+    After ``finish`` every ``.grad`` is the reduced gradient.
     """
 
     # The buckets too: the first exchange may put them into another order.
@@ -40,9 +39,8 @@ class Reducer(Reduction):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
-        sparse: Collection[int] = (),
     ) -> None:
-        super().__init__(names, parameters, group, recorder, options, sparse)
+        super().__init__(names, parameters, group, recorder, options)
         self.strategy = options.strategy(weakly(self._launch))
         self.exchange = OrderedAllReduce(
             group, recorder, ordered=options.ordered, max_parameters=len(self.names)
@@ -214,10 +212,3 @@ class Reducer(Reduction):
         self.lane.run(name, lambda: self.group.broadcast(order, name)).wait()
         if order.tolist() != self._order:
             self._next_order = order.tolist()
-
-
-def sparse_positions(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
-    """Those of the parameters whose gradients are sparse: those of embeddings that say so."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
-    return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}

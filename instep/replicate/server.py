@@ -152,13 +152,17 @@ class ParameterServer:
         Example:
             >>> server.rebind(instep.init())
         """
-        self._model.rebind(process_group, timeout_s)
+        self._model._leave()
+        self._model._process_group, self._model._timeout_s = process_group, timeout_s
+        self._model._bind(lambda: self._model._options)
         self._bind()
         broadcast_values(self.module, self.group)
         self._reducer.watch.settled()
 
     def _bind(self) -> None:
-        self._model.disable_grad_sync()  # a plain backward accumulates: the server is sent what it asks for
+        self._model.require_backward_grad_sync = (
+            False  # a plain backward accumulates: the server is sent what it asks for
+        )
         self.group, self.recorder = self._model.group, self._model.recorder
         self._reducer = self._model._reducer
         self._exchange = ServerExchange(self._reducer.parameters, self.group, self.recorder)

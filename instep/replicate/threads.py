@@ -53,7 +53,7 @@ from instep.reduce.node_format import NodeFormat
 from instep.reduce.running import Changes, apply
 from instep.reduce.tree import rank_major, sum_of
 from instep.replicate.flat import Flat
-from instep.replicate.own_names import OwnNames
+from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.replica import Replica, handed_to_replicas, received_micro_batch
 from instep.replicate.thread_pool import ThreadPool, ThreadSettings
 from instep.rng.generators import generators_of, global_generators, same_state, state_of
@@ -76,7 +76,7 @@ Body = Callable[[nn.Module, MicroBatch], T]
 """What stands in the loop over micro-batches: forward and backward of one with the given model."""
 
 
-class ThreadedReplicas(OwnNames):
+class ThreadedReplicas(ModuleProxy):
     """Computes with ``module`` in ``num_replicas`` threads at once.
 
     In forward: every tensor among the arguments is split along dim 0, each replica computes its part in a
@@ -147,8 +147,9 @@ class ThreadedReplicas(OwnNames):
         self.recorder = recorder or Recorder()
         self._pool = ThreadPool(num_replicas, self.recorder)
         self.threaded_step: ThreadedStep | None = None
+        self._constructed()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.step_mode = "undeclared"
         if self.num_replicas == 1:
             return self.module(*args, **kwargs)
@@ -292,7 +293,6 @@ class ThreadedStep:
             self.num_micro_batches, len(self.buckets)
         )  # of each replica's micro-batches
         self.weights = [0] * len(self.buckets)
-        self.sparse: set[int] = set()  # parameters with sparse gradients
         self.strays: set[int] = set()  # parameters with a gradient that no replica has received
         self.hooks = [OrderedDict(x._backward_hooks or ()) for x in self.parameters]  # the user's
         self.norms, self.running = find_norms(self.module.named_modules())
@@ -308,7 +308,7 @@ class ThreadedStep:
         for alias, hooks in zip(replica.parameters, self.hooks, strict=True):
             if hooks:
                 alias._backward_hooks = hooks
-        gradients = Gradients(self.names, replica.parameters, ())
+        gradients = Gradients(self.names, replica.parameters)
         recording = Recording(self.norms, replica.modules)
         found = {}
         for index in self.indices[r]:
@@ -342,7 +342,7 @@ class ThreadedStep:
             raise ValueError(
                 "the weights of all micro-batches of the step sum to 0: there is nothing to average"
             )
-        gradients = Gradients(self.names, self.parameters, self.sparse)
+        gradients = Gradients(self.names, self.parameters)
         for same in zip(*self.buckets, strict=True):
             nodes, values = zip(*[root for bucket in same for root in bucket.counter.roots], strict=True)
             plan = sum_of(nodes, [len(bucket.counter.roots) for bucket in same], self.num_micro_batches)
@@ -364,7 +364,6 @@ class ThreadedStep:
                 "on a loss of the model that it is given (not of the wrapped one), or set "
                 "micro_batch.weight = 0"
             )
-        self.sparse.update(i for i, gradient in came.items() if gradient.is_sparse)
         changed = replica.changed_buffer(self.module)
         if changed is not None:
             raise changed_buffer(changed)

@@ -7,7 +7,7 @@ In between it is a view of the bucket wherever it can be, which saves the memory
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,16 +19,15 @@ LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call
 
 
 class Gradients:
-    """The ``.grad`` of all ``parameters``; those at the positions ``sparse`` shall have a sparse one.
+    """The ``.grad`` of all ``parameters``.
 
     In a leaf: the reduction notes in ``came`` the ``.grad`` that autograd has left, and its version (None
     where hooks may still edit it); ``land`` when a bucket is whole. After the exchange: ``attach``.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], sparse: Collection[int]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self.names = names
         self.parameters = parameters
-        self._sparse = sparse
         self.is_large = [parameter.nbytes >= LARGE_BYTES for parameter in parameters]
         self.came: dict[int, tuple[Tensor, int] | None] = {}  # of the open leaf, by parameter
         self._settled: dict[int, Tensor] = {}  # .grad that lies in the bucket of the open leaf, for as long
@@ -42,7 +41,7 @@ class Gradients:
         not ``is_large``. Code that keeps a ``.grad`` that is not ``final`` keeps the one in the bucket.
         """
         gradient = self.parameters[i].grad
-        if gradient is None or gradient.is_sparse or gradient.requires_grad or not gradient.is_cpu:
+        if gradient is None or gradient.requires_grad or not gradient.is_cpu:
             return
         if not _look_alike(gradient, view) or _share(gradient, view):
             return
@@ -84,8 +83,6 @@ class Gradients:
                 )
             if gradient.dtype is not bucket.dtype or gradient.device != bucket.device:
                 self._require_kind(i, gradient, bucket)
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
             if gradient.requires_grad:
                 gradient = gradient.detach()
             if begin <= gradient.data_ptr() < end:
@@ -114,12 +111,9 @@ class Gradients:
         """
         parameter = self.parameters[slot.position]
         gradient = parameter.grad
-        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
+        if gradient is not None and gradient.requires_grad:
             gradient = None
-        if slot.position in self._sparse:
-            if whole:
-                parameter.grad = view.to_sparse(1)
-        elif view.dtype != parameter.dtype or view.stride() != parameter.stride():
+        if view.dtype != parameter.dtype or view.stride() != parameter.stride():
             if whole:
                 if gradient is None or gradient.stride() != parameter.stride():
                     gradient = parameter.grad = torch.empty_like(parameter.detach())
@@ -133,9 +127,7 @@ class Gradients:
         """How many are views of the bucket's memory now."""
         home = bucket.home.untyped_storage().data_ptr()
         gradients = [self.parameters[slot.position].grad for slot in bucket.slots]
-        return sum(
-            g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == home for g in gradients
-        )
+        return sum(g is not None and g.untyped_storage().data_ptr() == home for g in gradients)
 
     def drop(self) -> None:
         """No parameter has a gradient any more."""
@@ -173,9 +165,7 @@ def _look_alike(x: Tensor, y: Tensor) -> bool:
 
 def _is(gradient: Tensor, view: Tensor) -> bool:
     """Whether ``gradient`` is ``view``: not its transpose, say."""
-    if gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
-        return False
-    return _look_alike(gradient, view)
+    return gradient.data_ptr() == view.data_ptr() and _look_alike(gradient, view)
 
 
 def _share(gradient: Tensor, view: Tensor) -> bool:

@@ -1,14 +1,13 @@
-"""A module is wrapped once: what finds another wrapper around it, or inside of it.
+"""Modules that cannot be wrapped, and wrappers around wrappers.
 
-Two wrappers exchange the same gradients, each out of ``.grad`` and back into it, while the other one does.
-With torch's DDP and ``gradient_as_bucket_view`` the weights are wrong; without it they are right by luck, to
-rounding, and where the outer one only accumulates (``no_sync``), the inner one goes on exchanging. Frameworks
-do it unasked: accelerate's ``prepare`` puts torch's DDP around each model that it is given, and so does the
-Trainer of transformers.
+Two wrappers exchange the same gradients, each out of ``.grad`` and back into it while the other one does.
+With torch's DDP and ``gradient_as_bucket_view`` the weights are wrong; without it they are right by luck.
+Frameworks do it unasked: accelerate's ``prepare`` puts torch's DDP around each model that it is given, and so
+does the Trainer of transformers.
 
-    inside     construction looks (``require_unwrapped``)
-    around     torch's wrappers come to the module themselves, and meet ``WrappedOnce``: DDP asks it for what
-               to leave out, and FSDP, in both forms, marks each module that it takes over
+    inside     construction looks (``require_supported``), and ``optimizer_guard`` for instep's own wrappers
+    around     torch's wrappers ask the module: DDP for the names to leave out, and FSDP, in both forms, marks
+               each module that it takes over: ``WrappedOnce`` answers
     further    torch's DDP around a module with a wrapper somewhere in it: the first forward notices
     out        (``require_outermost``)
 """
@@ -18,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,10 +25,7 @@ DDP, FSDP = "torch's DistributedDataParallel", "torch's FSDP"
 
 
 class WrappedOnce:
-    """What exchanges gradients, so that nothing else that does may be put around it.
-
-    ``is_outermost``: nor may what instep has.
-    """
+    """Exchanges gradients: nothing else that does may be put around it; nor instep's, if ``is_outermost``."""
 
     is_outermost: ClassVar[bool] = False
 
@@ -36,7 +33,7 @@ class WrappedOnce:
     def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
         """torch's DDP goes through these names first of all."""
         raise _around(DDP, f"instep's {type(self).__name__}")
-        yield  # not before it is asked for the first name: who only looks at attributes gets no error
+        yield  # so that reading the attribute raises nothing
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -47,12 +44,26 @@ class WrappedOnce:
         raise _around(FSDP, f"instep's {type(self).__name__}")
 
 
-def require_unwrapped(module: nn.Module) -> None:
-    """Raise ``ValueError`` if torch, or a pipeline, has wrapped ``module``, or a part of it that is trained.
+def require_supported(module: nn.Module) -> None:
+    """Raise ``ValueError`` if ``module`` has a part whose gradients cannot be exchanged."""
+    require_unwrapped(module)
+    if "module" in module._modules:
+        raise ValueError(
+            "the module has a part called 'module', as the wrapper calls the module itself, so that "
+            "'module.weight' would mean two things: give the part another name"
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name!r} is a TorchScript module, which takes no hooks: wrap the Python module, and use "
+                "torch.compile"
+            )
+        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{name!r} has sparse gradients: make it with sparse=False")
 
-    Other parts that instep has wrapped are looked after elsewhere: what wraps more takes over, or refuses
-    them (``optimizer_guard``).
-    """
+
+def require_unwrapped(module: nn.Module) -> None:
+    """Raise ``ValueError`` if torch or a pipeline has wrapped ``module`` or a part of it that is trained."""
     for name, part in module.named_modules():
         wrapper = _wrapper(part)
         if wrapper is not None and any(p.requires_grad for p in part.parameters()):

@@ -249,7 +249,6 @@ _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 # To look up each parameter in each step takes long; it ends where a wrapper begins or ends to watch some.
 _guarded: weakref.WeakKeyDictionary[Optimizer, Guarded] = weakref.WeakKeyDictionary()
 _refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
-_held_back: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use any gradient
 
 
 def refuse(tensor: Tensor, reason: str) -> None:
@@ -258,32 +257,25 @@ def refuse(tensor: Tensor, reason: str) -> None:
     _refused[tensor] = weakref.ref(tensor.grad), reason
 
 
-def hold_back(tensors: Iterable[Tensor], reason: str) -> None:
-    """No optimizer may step any of ``tensors``, until ``accept``, as long as it has a gradient."""
-    for tensor in tensors:
-        _held_back[tensor] = reason
-
-
-def accept(tensors: Iterable[Tensor]) -> None:
-    """What ``hold_back`` has said of these is over."""
-    for tensor in tensors:
-        _held_back.pop(tensor, None)
-
-
 def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
     """What is known of those that a wrapper watches."""
     return [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
 
 
 def require_unwatched(parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``."""
+    """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``.
+
+    Which wrappers are alive must not depend on when each rank collects garbage.
+    """
+    if any(entry.is_alive for entry in entries_of(parameters)):
+        gc.collect()
     for entry in entries_of(parameters):
         other = entry.reducer()
         if other is not None and entry.is_alive:
             whose = "is sharded already" if other.sharded else "belongs to a DataParallel"
             raise ValueError(
-                f"parameter {entry.name!r} {whose}: shard each module once, the outermost one with all that "
-                "it contains, and wrap it in nothing else (close() ends either)"
+                f"parameter {entry.name!r} {whose}: wrap one module, once, with all that it contains, or "
+                "close() the other wrapper first"
             )
 
 
@@ -303,40 +295,6 @@ def forget(parameters: Sequence[Tensor]) -> None:
     _guarded.clear()
     for parameter in parameters:
         _entries.pop(parameter, None)
-
-
-def require_unshared(parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if another wrapper, which has more than ``parameters``, reduces one of them.
-
-    Which wrappers are alive must not depend on when each rank collects garbage.
-    """
-    if any(entry.is_alive for entry in entries_of(parameters)):
-        gc.collect()
-    mine = set(map(id, parameters))
-    for entry in entries_of(parameters):
-        other = entry.reducer()
-        if other is None or not entry.is_alive:
-            continue
-        if other.sharded:
-            raise ValueError(
-                f"parameter {entry.name!r} is sharded by fully_shard, which reduces its gradient: train with "
-                "the module as it is, or close() it before it is wrapped in something else"
-            )
-        if not mine.issuperset(map(id, other.parameters)):
-            raise ValueError(
-                f"parameter {entry.name!r} belongs to another DataParallel, which has parameters that this "
-                "module lacks: wrap one module that holds both, or close() the other one first"
-            )
-
-
-def take_over(parameters: Sequence[Tensor]) -> None:
-    """End the reduction of these parameters by another wrapper, which has no more than these.
-
-    Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
-    newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
-    """
-    for entry in entries_of(parameters):
-        entry.release()
 
 
 def watch(
@@ -407,7 +365,7 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
 
 
 def _require_reduced(parameters: Sequence[Tensor], guarded: Guarded) -> None:
-    for parameter in parameters if _refused or _held_back else ():
+    for parameter in parameters if _refused else ():
         if parameter.grad is not None and (reason := _reason_against(parameter)) is not None:
             raise RuntimeError(f"optimizer.step(): {reason}")
     reducers = list(_reducers(guarded))
@@ -454,11 +412,9 @@ def _doubts(
 
 
 def _reason_against(tensor: Tensor) -> str | None:
-    """Why no optimizer may use the gradient of ``tensor``, by ``refuse`` or ``hold_back``; or None."""
+    """Why no optimizer may use the gradient of ``tensor``, by ``refuse``; or None."""
     gradient, reason = _refused.get(tensor, (None, ""))
-    if gradient is not None and tensor.grad is gradient():
-        return str(reason)
-    return _held_back.get(tensor)
+    return str(reason) if gradient is not None and tensor.grad is gradient() else None
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

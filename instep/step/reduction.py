@@ -16,7 +16,7 @@ import hashlib
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -124,7 +124,7 @@ class Reduction(ABC):
 
     sharded = False  # every rank gets all of every gradient
     late_fix = "pass strategy='flat', which sends nothing before backward has ended"
-    lost_fix = "go on over another one, with model.rebind(process_group)"
+    lost_fix = "close() the model and wrap model.module again, over the ranks that are left"
     changes: ClassVar[tuple[str, ...]] = (
         "steps",
         "exchanges",
@@ -149,7 +149,6 @@ class Reduction(ABC):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
-        sparse: Collection[int] = (),
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
@@ -186,7 +185,7 @@ class Reduction(ABC):
         self._seen: dict[int, None] = {}  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
-        self.gradients = Gradients(self.names, self.parameters, sparse)
+        self.gradients = Gradients(self.names, self.parameters)
         self._warned_unused: set[int] = set()  # parameters
 
     @property
@@ -291,6 +290,12 @@ class Reduction(ABC):
     def arrived(self, i: int, *, settles: bool = True) -> None:
         """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: no hook looks at it."""
         self.local[i] = True
+        parameter = self.parameters[i]
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(
+                f"parameter {self.names[i]!r} has a sparse gradient: make its layer with sparse=False, and "
+                "use an optimizer for dense gradients"
+            )
         if self.leaf is None:
             return
         bucket, number = self.place[i], self._counts[i] + 1
@@ -299,7 +304,7 @@ class Reduction(ABC):
         if settles and bucket.is_open and self.gradients.is_large[i]:
             self._settle(i)
         self._counts[i] = number
-        gradient = self.parameters[i].grad
+        gradient = parameter.grad
         if gradient is not None:  # autograd also calls where a function has passed None on
             # In a declared step no hook may edit it from here on.
             self.gradients.came[i] = (gradient, gradient._version) if self._declared else None
@@ -331,7 +336,7 @@ class Reduction(ABC):
         Raises:
             Desync, PeerLost: other ranks have none to compare.
         """
-        mine = [hashlib.sha256(name.encode() + _bytes_of(gradient)).digest() for name, gradient in gradients]
+        mine = [hashlib.sha256(name.encode() + bytes_of(gradient)).digest() for name, gradient in gradients]
         self.come_to(COMPARE, COMPARISON)
         found: list[bytes] = []
         self.lane.run(
@@ -501,10 +506,6 @@ class Reduction(ABC):
             lines.append(f"{self.names[x.position]!r} on {f'rank {ranks}' if x.on_some else 'any rank'}")
         more = f"; and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
         return "; ".join(lines) + more
-
-
-def _bytes_of(gradient: Tensor) -> bytes:
-    return bytes_of(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 class Unused(NamedTuple):

@@ -62,12 +62,12 @@ def test_a_rank_may_be_lost_while_the_server_updates(mesh: Mesh, meetings: Meeti
 @world(2)
 def test_synchronisation_stays_off_where_a_loop_has_turned_it_off(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    model.disable_grad_sync()
+    model.require_backward_grad_sync = False
     square(model, mesh.rank).backward()
     wrapped = offered(model)
     wrapped.leave()
     wrapped.join(mesh)
-    assert not model.do_sync and model.step_mode is None
+    assert not model.require_backward_grad_sync and model.step_mode is None
     assert all(p.grad is None for p in model.parameters())
     square(model, mesh.rank).backward()
     model.sync_gradients()

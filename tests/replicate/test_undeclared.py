@@ -213,33 +213,6 @@ def test_no_sync_ends_also_when_its_block_raises(mesh: Mesh) -> None:
 
 
 @world(2)
-def test_switching_synchronisation_off_and_on(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    model.disable_grad_sync()
-    square(model, mesh.rank).backward()
-    assert not equal_everywhere(mesh, gradients(model.module))
-    model.enable_grad_sync()
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, lambda module, rank: 2 * square(module, rank))
-    model.close()
-
-
-@world(2)
-def test_the_switch_is_one_whatever_it_is_called(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    assert model.do_sync is model.require_backward_grad_sync is True
-    with model.no_sync():
-        assert model.do_sync is model.require_backward_grad_sync is False
-        model.do_sync = True
-        assert model.require_backward_grad_sync is True
-    model.require_backward_grad_sync = False
-    with model.no_sync():
-        model.enable_grad_sync()
-    assert model.do_sync is False  # as before the block
-    model.close()
-
-
-@world(2)
 def test_synchronising_twice_is_synchronising_once(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
     with model.no_sync():
