@@ -160,7 +160,6 @@ class Stage:
     def _outside(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[nn.Parameter]:
         own = set(map(id, self.layers.parameters())) - {id(one.parameter) for one in self.tied_copies}
         known = own.union(id(one.alias) for one in self.tied_copies)
-        known.update(map(id, self.declared.unregistered.weights))  # which no optimizer may step
         found = [x for x in leaves_under(outputs, inputs) if id(x) not in known]
         return [x for x in found if isinstance(x, nn.Parameter)]
 

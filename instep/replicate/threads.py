@@ -66,9 +66,9 @@ from instep.step.micro_batches import (
     count_and_source,
     require_no_gradients,
 )
+from instep.step.nesting import require_supported
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
 from instep.step.running_statistics import Measured, Measurement, apply, tracking_norms
-from instep.step.unregistered import UnregisteredWeights
 
 T = TypeVar("T")
 Body = Callable[[nn.Module, MicroBatch], T]
@@ -138,6 +138,7 @@ class ThreadedReplicas(ModuleProxy):
             raise ValueError(f"num_replicas: expected an int of at least 1, got {num_replicas!r}")
         if num_replicas > 1:
             require_read_only(module)
+        require_supported(module)
         align([*module.parameters(), *module.buffers()])
         self.num_replicas = num_replicas
         self.next_step = 0
@@ -263,7 +264,6 @@ class ThreadedStep:
         self.module = module
         align([*module.parameters(), *module.buffers()])  # they may be others than when it was wrapped
         self.registry = ParameterRegistry(module)
-        self.unregistered = UnregisteredWeights(module)
         self.names = [name for name, _ in self.registry.trainable]
         self.parameters: list[Tensor] = [parameter for _, parameter in self.registry.trainable]
         groups = Flat.group(self.parameters, range(len(self.parameters)), 25)
@@ -279,7 +279,6 @@ class ThreadedStep:
         """
         self.registry.check()
         require_no_gradients(self.names, self.parameters)
-        self.unregistered.begin()
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
@@ -333,7 +332,6 @@ class ThreadedStep:
         Raises:
             ValueError: no micro-batch counts, or a gradient came past all replicas.
         """
-        self.unregistered.end()
         if self.strays:
             raise ValueError(
                 f"parameter {self.names[min(self.strays)]!r} has a gradient that no replica's backward made: "

@@ -33,7 +33,6 @@ from instep.step.input_digest import InputWatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
-from instep.step.unregistered import UnregisteredWeights
 
 IN_ATTRIBUTES = 2  # levels of containers and objects in which counters are looked for
 COUNTING_BYTES = 1024  # an array of more is no counter
@@ -141,7 +140,6 @@ class DeclaredStep:
         self.reducer = reducer
         self.keys = keys
         self.registry = registry
-        self.unregistered = UnregisteredWeights(module)
         self.counters = Counters(module)
         self.statistics = RunningStatistics(reducer.group, reducer.lane)
         self.written = WrittenWeights()
@@ -223,7 +221,6 @@ class DeclaredStep:
                 yield own
             with span("finish", lane="host"):
                 self._check_statistics()
-                self.unregistered.end()
                 reducer.finish()
                 self.statistics.apply()
                 if reducer.group.rank == 0:
@@ -284,7 +281,6 @@ class DeclaredStep:
         self._steps += 1
         self.registry.check()
         require_no_gradients(self.reducer.names, self.reducer.parameters)
-        self.unregistered.begin()
         self.written.begin([*self.registry.trainable, *self.registry.frozen])
         self._buffers: list[tuple[str, nn.Module, str]] = []
         statistics: dict[int, tuple[str, Tensor]] = {}

@@ -15,12 +15,17 @@ does the Trainer of transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.rng.attributes import own_attributes
+from instep.step.optimizer_guard import entries_of
+
+WIDTH = 1000  # elements looked at in a container, which may be a data set
 DDP, FSDP = "torch's DistributedDataParallel", "torch's FSDP"
 
 
@@ -58,8 +63,16 @@ def require_supported(module: nn.Module) -> None:
                 f"{name!r} is a TorchScript module, which takes no hooks: wrap the Python module, and use "
                 "torch.compile"
             )
-        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(f"{name!r} has sparse gradients: make it with sparse=False")
+    registered = {id(p) for p in module.parameters()}
+    for name, key, value in own_attributes(module.named_modules()):
+        if any(id(x) not in registered and not entries_of([x]) for x in _trainable(value)):
+            raise ValueError(
+                f"{f'{name}.{key}'.lstrip('.')!r} holds trainable weights that are no parameters of the "
+                "module, so that their gradients would stay on this rank: register them (nn.ParameterList, "
+                "nn.ModuleList), freeze them (requires_grad_(False)), or wrap them first"
+            )
 
 
 def require_unwrapped(module: nn.Module) -> None:
@@ -81,6 +94,16 @@ def require_outermost(parameters: Iterable[Tensor]) -> None:
         theirs = set(map(id, outer._module_parameters))
         if not theirs.isdisjoint(map(id, parameters)):
             raise _around(DDP, "a model of which instep has wrapped a part")
+
+
+def _trainable(value: Any) -> Iterator[Tensor]:
+    """The trainable leaves of autograd that an attribute is, or holds in a list, tuple or dict."""
+    held = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    )
+    for x in islice(held, WIDTH):
+        tensors = x.parameters() if isinstance(x, nn.Module) else [x]
+        yield from (t for t in tensors if isinstance(t, Tensor) and t.is_leaf and t.requires_grad)
 
 
 def _wrapper(part: nn.Module) -> str | None:

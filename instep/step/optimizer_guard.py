@@ -248,13 +248,6 @@ Doubt: TypeAlias = tuple[GuardedParameter, Tensor, str]
 _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
 # To look up each parameter in each step takes long; it ends where a wrapper begins or ends to watch some.
 _guarded: weakref.WeakKeyDictionary[Optimizer, Guarded] = weakref.WeakKeyDictionary()
-_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
-
-
-def refuse(tensor: Tensor, reason: str) -> None:
-    """No optimizer may step ``tensor``, which no wrapper reduces, with the gradient that it has."""
-    assert tensor.grad is not None
-    _refused[tensor] = weakref.ref(tensor.grad), reason
 
 
 def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
@@ -365,9 +358,6 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
 
 
 def _require_reduced(parameters: Sequence[Tensor], guarded: Guarded) -> None:
-    for parameter in parameters if _refused else ():
-        if parameter.grad is not None and (reason := _reason_against(parameter)) is not None:
-            raise RuntimeError(f"optimizer.step(): {reason}")
     reducers = list(_reducers(guarded))
     for reducer, _ in reducers:
         problem = _no_gradient(reducer)
@@ -409,12 +399,6 @@ def _doubts(
         if problem is not None and gradient is not None:
             found.append((entry, gradient, problem))
     return found
-
-
-def _reason_against(tensor: Tensor) -> str | None:
-    """Why no optimizer may use the gradient of ``tensor``, by ``refuse``; or None."""
-    gradient, reason = _refused.get(tensor, (None, ""))
-    return str(reason) if gradient is not None and tensor.grad is gradient() else None
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instep.replicate.threads import ThreadedReplicas
-from instep.replicate.wrapper import DataParallel
 from instep.step.micro_batches import MicroBatch
 from tests.parity import Training, assert_same_bits, bits_of_one, filled
 from tests.replicate.nets import WIDTH, mean_square
@@ -118,39 +117,3 @@ def test_a_hook_that_replicas_would_not_run_is_refused_by_name_until_it_is_remov
     replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
     assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     replicas.close()
-
-
-class Unregistered(nn.Module):
-    """Has a weight in a list that is not an ``nn.ParameterList``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 3)
-        self.scales = [torch.ones(3, requires_grad=True)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scales[0]
-
-
-def test_no_optimizer_steps_a_weight_that_is_not_registered_and_has_a_gradient() -> None:
-    message = r"'scales' holds a trainable tensor of shape \(3,\) that is no parameter of the module"
-    replicas, model = ThreadedReplicas(Unregistered(), 2), DataParallel(Unregistered())
-    replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
-    declared_step(model)
-    for wrapper in (replicas, model):
-        torch.optim.SGD(wrapper.parameters(), 0.1).step()
-        scales = wrapper.module.scales
-        with pytest.raises(RuntimeError, match=message):
-            torch.optim.SGD([*wrapper.parameters(), *scales], 0.1).step()
-        assert torch.equal(scales[0], torch.ones(3))
-        scales[0].grad = None
-        torch.optim.SGD(scales, 0.1).step()
-        scales[0].sum().backward()  # one that the program makes by itself is its own affair
-        torch.optim.SGD(scales, 0.1).step()
-        assert torch.equal(scales[0], torch.full((3,), 0.9))
-        wrapper.close()
-
-
-def declared_step(model: DataParallel) -> None:
-    for micro_batch in model.micro_batches(2):
-        mean_square(model, micro_batch, 0)

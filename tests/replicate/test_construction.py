@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,6 +113,12 @@ def capped(sizes: list[int]) -> int:
 SHARED = nn.Linear(2, 2)
 
 
+def holding(value: object) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].held = value
+    return module
+
+
 class Scripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +153,17 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exceptio
         ValueError,
         "the module has a part called 'module', .* give the part another name",
     ),
+    **{
+        f"unregistered weights {i}": (
+            partial(holding, value),
+            {},
+            ValueError,
+            r"'0\.held' holds trainable weights that are no parameters .*: register them \(nn\.ParameterList",
+        )
+        for i, value in enumerate(
+            (torch.ones(2, requires_grad=True), [nn.Linear(1, 1)], {"a": nn.Parameter(torch.ones(1))})
+        )
+    },
     "shared": (
         lambda: nn.Sequential(SHARED),
         {},
@@ -209,6 +227,15 @@ def test_a_module_is_wrapped_once_at_a_time(mesh: Mesh) -> None:
     model = DataParallel(module, process_group=mesh)
     del model  # collected, it is closed too
     DataParallel(nn.Sequential(module), process_group=mesh).close()
+
+
+@world(2)
+def test_frozen_weights_and_those_of_another_wrapper_may_be_held_in_a_list(mesh: Mesh) -> None:
+    """A teacher, say, or the discriminator that a generator's loss asks."""
+    teacher, discriminator = frozen(nn.Linear(2, 2)), nn.Linear(2, 2)
+    other = DataParallel(discriminator, process_group=mesh)
+    DataParallel(holding([teacher, discriminator]), process_group=mesh).close()
+    other.close()
 
 
 @world(2)
