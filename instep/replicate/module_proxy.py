@@ -41,9 +41,8 @@ class ModuleProxy(nn.Module):
         cls._defined = frozenset(name for each in classes for name in vars(each))
 
     def __init__(self, module: nn.Module) -> None:
-        object.__setattr__(
-            self, "module", module
-        )  # without nn.Module.__init__: all its state is the module's
+        # Without nn.Module.__init__: parameters, hooks, training mode are all the module's.
+        object.__setattr__(self, "module", module)
 
     def _constructed(self) -> None:
         object.__setattr__(self, "_is_constructed", True)

@@ -83,9 +83,7 @@ class Reducer(Reduction):
         self._exchange_afterwards()
         self._report_unused()
         for bucket in self.buckets:
-            views = bucket.views(bucket.counter.home)
-            for k in bucket.present_on_some():
-                self.gradients.attach(bucket.slots[k], views[k], whole=True)
+            self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
         self.local = [False] * len(self.names)
         self.exchanges += 1
         self.given_up = False
@@ -171,10 +169,10 @@ class Reducer(Reduction):
         if self.plan.declared:
             self.gradients.take(bucket)
         elif bucket.index in self._with_large:
-            for slot, view in zip(bucket.slots, bucket.views(bucket.counter.home), strict=True):
-                # What is small can wait for the exchange, to be attached once.
-                if slot.present and self.gradients.is_large[slot.position]:
-                    self.gradients.attach(slot, view, whole=False)
+            # Small gradients can wait for the exchange, to be attached once.
+            is_large = self.gradients.is_large
+            large = [k for k, slot in enumerate(bucket.slots) if slot.present and is_large[slot.position]]
+            self.gradients.attach(bucket, large, whole=False)
         if self._last:
             bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
             self.strategy.ready(bucket)

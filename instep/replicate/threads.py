@@ -348,9 +348,9 @@ class ThreadedStep:
             plan = sum_of(nodes, [len(bucket.counter.roots) for bucket in same], self.num_micro_batches)
             home = same[0]  # of replica 0, which has leaf 0
             add_up(values, plan, 1.0 / weight, [home.home], home.nodes)
-            for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
-                if any(bucket.slots[k].present for bucket in same):
-                    gradients.attach(slot, view, whole=True)
+            numbers = range(len(home.slots))
+            present = [k for k in numbers if any(bucket.slots[k].present for bucket in same)]
+            gradients.attach(home, present, whole=True)
         apply(self.norms, self.measured)
 
     def _check(self, r: int, micro_batch: MicroBatch, replica: Replica) -> None:

@@ -48,16 +48,14 @@ class DataParallel(WrappedOnce, ModuleProxy):
     the step is *declared*: every ``.grad`` is the sum over G micro-batches divided by their weights, with the
     same bits on any number of ranks.
 
-    At construction: the ranks compare their models and take rank 0's values; weights and buffers that are not
-    aligned or have gaps get other memory, see ``state/alignment.py``. In forward: nothing but a hook on the
-    output. In backward: gradients land in buckets, which the strategy sends; the call returns
-    when they are reduced, or raises ``ReplicasDiffer`` where a rank has other weights than the others. Before
-    an optimizer step: a gradient that was never exchanged raises. After a backward that raised, the next
-    forward gives the step up: every ``.grad`` is None again.
+    At construction the ranks compare their models and take rank 0's values; weights and buffers that are not
+    aligned or have gaps get other memory, see ``state/alignment.py``. In backward gradients land in buckets,
+    which the strategy sends; the call returns when they are reduced, or raises ``ReplicasDiffer`` where ranks
+    have different weights. An optimizer step with a gradient that was never exchanged raises. After a
+    backward that raised, the next forward gives the step up: every ``.grad`` is None again.
 
     The wrapper is a ``ModuleProxy``: ``state_dict``, ``named_parameters`` and every attribute that the
-    wrapper does not define are the module's. A parameter that a rank does not use counts as zero there, with
-    one warning, if ``find_unused_parameters`` is None; False raises, True is quiet.
+    wrapper does not define are the module's.
 
     Args:
         module: on the device where it is to be trained.
@@ -74,8 +72,8 @@ class DataParallel(WrappedOnce, ModuleProxy):
         rounding: of smaller nodes: "nearest", or "stochastic", which is right on average, keyed by ``seed``.
         check_replicas: in each exchange ranks compare a sample of their weights, and which were written to by
             something other than an optimizer's step, without a message; see ``step/replica_watch.py``.
-        find_unused_parameters: see above.
-        static_graph: allows unused parameters where ``find_unused_parameters`` is False.
+        find_unused_parameters: a parameter that a rank does not use counts as zero there; None warns once,
+            False raises, True is quiet, as is ``static_graph``.
         gradient_as_bucket_view: of no effect: gradients are views of their buckets.
         broadcast_buffers: rank 0's buffers for all, once per synchronised undeclared step.
         seed: keys the random numbers of declared steps.
@@ -126,7 +124,16 @@ class DataParallel(WrappedOnce, ModuleProxy):
         require_group(process_group)
         if static_graph and find_unused_parameters is False:
             find_unused_parameters = True
-        self._shared_options = {
+
+        def options() -> ReductionOptions:
+            require_supported_keywords(of_ddp)
+            if init_sync not in (True, False, "verify"):
+                raise ValueError(f"init_sync={init_sync!r}: expected True, False or 'verify'")
+            kind, format = find(strategy), NodeFormat(nodes, rounding, seed)
+            unused = find_unused_parameters
+            return ReductionOptions(kind, bucket_cap_mb, ordered, unused, check_replicas, format)
+
+        self._same_on_all_ranks = {
             "init_sync": init_sync,
             "strategy": strategy,
             "bucket_cap_mb": "a function" if callable(bucket_cap_mb) else bucket_cap_mb,
@@ -138,20 +145,6 @@ class DataParallel(WrappedOnce, ModuleProxy):
             "broadcast_buffers": broadcast_buffers,
             "seed": seed,
         }
-
-        def options() -> ReductionOptions:
-            require_supported_keywords(of_ddp)
-            if init_sync not in (True, False, "verify"):
-                raise ValueError(f"init_sync={init_sync!r}: expected True, False or 'verify'")
-            return ReductionOptions(
-                find(strategy),
-                bucket_cap_mb,
-                ordered,
-                find_unused_parameters,
-                check_replicas,
-                NodeFormat(nodes, rounding, seed),
-            )
-
         self._strategy, self._seed, self.next_step = strategy, seed, 0
         self._broadcast_buffers = broadcast_buffers
         self._comm_hook: CommHook | None = None
@@ -178,7 +171,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
                 lambda: self._prepare(options()),
                 errors=(ValueError,),
             )
-            self._require_same()
+            self._require_agreement()
         except BaseException:
             self.group.close()
             raise
@@ -204,9 +197,9 @@ class DataParallel(WrappedOnce, ModuleProxy):
         align([*self.module.parameters(), *self.module.buffers()])
         return registry, Reducer(names, parameters, self.group, self.recorder, options)
 
-    def _require_same(self) -> None:
+    def _require_agreement(self) -> None:
         """Raise on all ranks if their models differ, or if there is nothing to train. Collective."""
-        agree_on_structure(self.module, self._shared_options, self.group)
+        agree_on_structure(self.module, self._same_on_all_ranks, self.group)
         if not self._reducer.parameters:
             raise RuntimeError(
                 "no parameter of the module requires a gradient, so there is nothing to exchange: use the "
@@ -234,14 +227,13 @@ class DataParallel(WrappedOnce, ModuleProxy):
         """Declare a step of ``num_micro_batches`` micro-batches and yield those that this rank computes.
 
         The one rule: the data of a micro-batch is a function of ``step`` and ``micro_batch.index``, never of
-        the rank. No ``DistributedSampler`` then: all ranks have the same order of samples, and each indexes
-        it by the micro-batches that it is given, 3, 3 and 2 of 8 on three ranks. So the step is the same, to
-        the bit, on any number of ranks.
+        the rank. So no ``DistributedSampler``: all ranks have the same order of samples, and each indexes it
+        by its own micro-batches, 3, 3 and 2 of 8 on three ranks.
 
         In the loop: one forward and one backward per micro-batch, of a loss that is divided by nothing (see
-        ``MicroBatch`` for weights). After it: ``.grad`` is the mean over all G, on all ranks. All run it to
-        its end; leaving early discards this rank's part and makes the others raise ``Desync``. In ``zip``,
-        ``micro_batches`` comes first: an iterator before it that ends leaves the loop in its last iteration.
+        ``MicroBatch`` for weights). After it: ``.grad`` is the mean over all G, on all ranks. Leaving early
+        discards this rank's part and makes the others raise ``Desync``. In ``zip``, ``micro_batches`` comes
+        first: an iterator before it that ends leaves the loop in its last iteration.
 
         Args:
             num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it. Or
@@ -332,10 +324,9 @@ class DataParallel(WrappedOnce, ModuleProxy):
         """From now on ``hook(state, bucket)`` reduces each bucket of gradients, as in torch's DDP.
 
         It is given a ``GradBucket`` with this rank's gradients and returns a future of what they become. The
-        hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` can be used. It replaces the ordered sum: its
-        rounding counts, and what the ranks then hold is not compared (``check_replicas``). A declared step,
-        which promises the same bits on any number of ranks, is refused. Call it on every rank, before the
-        first backward.
+        hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` can be used. It replaces the ordered sum:
+        declared steps are refused, and weights are not compared. Call it on every rank, before the first
+        backward.
 
         Args:
             state: handed to the hook as it is; for torch's, the process group or None.
@@ -366,10 +357,10 @@ class DataParallel(WrappedOnce, ModuleProxy):
         """Compare the distributed gradient with that of one process, on this model, strategy and batch.
 
         Each rank makes one synchronised step on its batch, without an update; then rank 0 computes every
-        rank's gradient again, alone, and what each rank has is compared with their mean. Weights, buffers,
-        gradients, torch's random generators, training mode and the wrapper's own state are as before when it
-        returns or raises. W + 1 forwards and backwards on rank 0, which needs memory for all batches and some
-        5 copies of the model. Random numbers have to come from torch's default generators. Collective.
+        rank's gradient again, alone, and each rank's gradient is compared with their mean. Weights, buffers,
+        gradients, torch's random generators, training mode and the wrapper are left as they were. W + 1
+        forwards and backwards on rank 0, which needs memory for all batches and some 5 copies of the model.
+        Random numbers have to come from torch's default generators. Collective.
 
         Args:
             batch: what this rank would train on, of any size: a tensor, or tensors in dicts (with strings for

@@ -7,12 +7,12 @@ In between it is a view of the bucket wherever it can be, which saves the memory
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from instep.reduce.buckets import Bucket, Bundle, Slot, wire_dtype
+from instep.reduce.buckets import Bucket, Bundle, wire_dtype
 
 NO_OTHER_USER = 2  # references to an object: one variable, and the argument of the call that counts
 LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call
@@ -86,7 +86,7 @@ class Gradients:
             if gradient.requires_grad:
                 gradient = gradient.detach()
             if begin <= gradient.data_ptr() < end:
-                if _is(gradient, view) and not adds:
+                if not adds and gradient.data_ptr() == view.data_ptr() and _look_alike(gradient, view):
                     continue
                 gradient = gradient.clone()  # from memory that is written to
             views.append(view)
@@ -101,27 +101,29 @@ class Gradients:
         for slot in bucket.slots:
             self._remove(slot.position)
 
-    def attach(self, slot: Slot, view: Tensor, *, whole: bool) -> None:
-        """Make ``.grad`` the ``view`` of ``slot`` in the bucket's home, or a copy of a ``whole`` one where it
-        has to look otherwise.
+    def attach(self, bucket: Bucket, numbers: Iterable[int], *, whole: bool) -> None:
+        """Make ``.grad`` of the slots ``numbers`` a view of the bucket's home.
 
+        Where dtype or layout have to be others it is a copy, if the gradient is ``whole``.
         Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
         gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
-        stays it, because code that has kept it may rely on that.
+        stays ``.grad``, because code that has kept it may rely on that.
         """
-        parameter = self.parameters[slot.position]
-        gradient = parameter.grad
-        if gradient is not None and gradient.requires_grad:
-            gradient = None
-        if view.dtype != parameter.dtype or view.stride() != parameter.stride():
-            if whole:
-                if gradient is None or gradient.stride() != parameter.stride():
-                    gradient = parameter.grad = torch.empty_like(parameter.detach())
-                gradient.copy_(view)
-        elif gradient is None:
-            parameter.grad = view.data  # for users no view: those cannot be detached in place
-        elif not _is(gradient, view):
-            gradient.data = view
+        views = bucket.views(bucket.home)
+        for k in numbers:
+            view, parameter = views[k], self.parameters[bucket.slots[k].position]
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                gradient = None
+            if view.dtype != parameter.dtype or view.stride() != parameter.stride():
+                if whole:
+                    if gradient is None or gradient.stride() != parameter.stride():
+                        gradient = parameter.grad = torch.empty_like(parameter.detach())
+                    gradient.copy_(view)
+            elif gradient is None:
+                parameter.grad = view.data  # for users no view: those cannot be detached in place
+            elif gradient.data_ptr() != view.data_ptr() or not _look_alike(gradient, view):
+                gradient.data = view
 
     def num_attached(self, bucket: Bucket) -> int:
         """How many are views of the bucket's memory now."""
@@ -161,11 +163,6 @@ def _look_alike(x: Tensor, y: Tensor) -> bool:
         and x.is_conj() == y.is_conj()
         and x.is_neg() == y.is_neg()
     )
-
-
-def _is(gradient: Tensor, view: Tensor) -> bool:
-    """Whether ``gradient`` is ``view``: not its transpose, say."""
-    return gradient.data_ptr() == view.data_ptr() and _look_alike(gradient, view)
 
 
 def _share(gradient: Tensor, view: Tensor) -> bool:
