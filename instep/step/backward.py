@@ -60,9 +60,8 @@ class Backward:
     ``look_back``, finds that it began.
 
     ``sync`` is the switch behind ``no_sync``; ``step_mode`` the one of the last step. ``hooks`` are to be
-    removed when the wrapper goes. ``changes`` names what a step changes here. ``called``: whose forward is
-    watched, by default the module's. ``records``: forwards and backwards become events; else the wrapper
-    records them, which knows more.
+    removed when the wrapper goes. ``changes`` names what a step changes here. ``records``: forwards and
+    backwards become events; else the wrapper records them, which knows more.
     """
 
     changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
@@ -72,11 +71,9 @@ class Backward:
         declared: DeclaredStep,
         *,
         broadcast: bool,
-        called: nn.Module | None = None,
         records: bool = True,
     ) -> None:
         self.module = declared.module
-        called = self.module if called is None else called
         self.reducer = declared.reducer
         self.declared = declared
         self.registry = declared.registry
@@ -102,8 +99,8 @@ class Backward:
             for i, parameter in enumerate(self.reducer.parameters)
         ]
         self.hooks: list[Any] = [
-            called.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
-            called.register_forward_hook(Hook(weakly(self._forward_ended))),
+            self.module.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
+            self.module.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
             declared.statistics,
             *self._gradient_hooks,

@@ -98,8 +98,7 @@ class Gradients:
 
     def take(self, bucket: Bundle) -> None:
         """The gradients are in the bucket alone from now on; code that has kept a ``.grad`` has a copy."""
-        for slot in bucket.slots:
-            self._remove(slot.position)
+        self._remove([slot.position for slot in bucket.slots])
 
     def attach(self, bucket: Bucket, numbers: Iterable[int], *, whole: bool) -> None:
         """Make ``.grad`` of the slots ``numbers`` a view of the bucket's home.
@@ -134,14 +133,15 @@ class Gradients:
     def drop(self) -> None:
         """No parameter has a gradient any more."""
         self.came.clear()
-        for i in range(len(self.parameters)):
-            self._remove(i)
+        self._remove(range(len(self.parameters)))
 
-    def _remove(self, i: int) -> None:
-        self.parameters[i].grad = None
-        gradient = self._settled.pop(i, None)
-        if gradient is not None and sys.getrefcount(gradient) > NO_OTHER_USER:
-            gradient.data = gradient.clone()
+    def _remove(self, positions: Sequence[int]) -> None:
+        for i in positions:
+            self.parameters[i].grad = None
+        for i in [i for i in positions if i in self._settled] if self._settled else ():
+            gradient = self._settled.pop(i)
+            if sys.getrefcount(gradient) > NO_OTHER_USER:
+                gradient.data = gradient.clone()
 
     def _require_kind(self, i: int, gradient: Tensor, bucket: Bundle) -> None:
         if wire_dtype(gradient.dtype) != bucket.dtype or gradient.device != bucket.device:
