@@ -135,7 +135,7 @@ BUDGET = {
     "pipeline": 5170,
     "recipes": 1530,
     "reduce": 2710,
-    "replicate": 2860,
+    "replicate": 2540,
     "rng": 410,
     "run": 7300,
     "shard": 7330,

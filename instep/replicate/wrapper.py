@@ -73,7 +73,8 @@ class DataParallel(WrappedOnce, ModuleProxy):
         check_replicas: in each exchange ranks compare a sample of their weights, and which were written to by
             something other than an optimizer's step, without a message; see ``step/replica_watch.py``.
         find_unused_parameters: a parameter that a rank does not use counts as zero there; None warns once,
-            False raises, True is quiet, as is ``static_graph``.
+            False raises, True is quiet.
+        static_graph: as ``find_unused_parameters=True``, where that is False.
         gradient_as_bucket_view: of no effect: gradients are views of their buckets.
         broadcast_buffers: rank 0's buffers for all, once per synchronised undeclared step.
         seed: keys the random numbers of declared steps.
