@@ -8,6 +8,7 @@ of blocks are added exactly (``math.fsum``), in any order.
 from __future__ import annotations
 
 import math
+from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -114,12 +115,25 @@ def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
 
 def grad_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over all ``gradients``: inf or nan if any element is. Collective if they are sharded."""
-    gradients = list(gradients)
-    whole = [(x, slices_elsewhere(x)) for x in gradients if slices_of(x) is None]
-    squares = _square_sums([x for x, elsewhere in whole if elsewhere is None])
-    for slices, members in by_slices(gradients):
-        squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
+    squares: list[float] = []
+    for distinct in _rounds(gradients):
+        whole = [(x, slices_elsewhere(x)) for x in distinct if slices_of(x) is None]
+        squares += _square_sums([x for x, elsewhere in whole if elsewhere is None])
+        for slices, members in by_slices(distinct):
+            squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
     return math.sqrt(exact_sum(squares))
+
+
+def _rounds(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """``gradients`` in lists without repeats; a parameter counts as often as it is listed, as in torch."""
+    rounds: list[list[Tensor]] = []
+    times = Tally[int]()
+    for x in gradients:
+        if times[id(x)] == len(rounds):
+            rounds.append([])
+        rounds[times[id(x)]].append(x)
+        times[id(x)] += 1
+    return rounds
 
 
 def exact_sum(numbers: Sequence[float]) -> float:
@@ -149,7 +163,11 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients in place so that their common 2-norm is at most ``max_norm``.
 
@@ -162,6 +180,7 @@ def clip_grad_norm_(
             sparse gradients count by their dense values.
         max_norm: the largest norm after clipping; each gradient is multiplied by max_norm / (norm + 1e-6) if
             that is below 1.
+        norm_type: 2, the only norm offered.
         error_if_nonfinite: raise, with the gradients unchanged, if the norm is inf or nan. By default they
             are multiplied by 0 or nan, as by torch.
 
@@ -169,6 +188,7 @@ def clip_grad_norm_(
         The norm before clipping: float64, shape (), on the CPU.
 
     Raises:
+        ValueError: another ``norm_type``.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         PeerLost: gradients are sharded, and a rank did not arrive.
 
@@ -179,6 +199,11 @@ def clip_grad_norm_(
         True
         >>> optimizer.step()
     """
+    if norm_type != 2:
+        raise ValueError(
+            f"norm_type={norm_type!r}: expected 2, the norm that has the same bits on any number of ranks; "
+            "where gradients are replicated, torch.nn.utils.clip_grad_norm_ has the others"
+        )
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     watch = clipping.get()
@@ -207,5 +232,6 @@ def _scale(gradients: Sequence[Tensor], factor: float) -> None:
         for gradient in gradients:
             if slices_of(gradient) is None:
                 gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first
-        for slices, members in by_slices(gradients):
-            slices.scale(members, factor)
+        for distinct in _rounds(gradients):
+            for slices, members in by_slices(distinct):
+                slices.scale(members, factor)

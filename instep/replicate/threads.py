@@ -67,7 +67,7 @@ from instep.step.micro_batches import (
     require_no_gradients,
 )
 from instep.step.nesting import require_supported
-from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.parameter_registry import ParameterRegistry, require_read_only
 from instep.step.running_statistics import Measured, Measurement, apply, tracking_norms
 
 T = TypeVar("T")

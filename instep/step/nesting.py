@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.rng.attributes import own_attributes
-from instep.step.optimizer_guard import entries_of
+from instep.step.optimizer_guard import owners_of
 
 WIDTH = 1000  # elements looked at in a container, which may be a data set
 DDP, FSDP = "torch's DistributedDataParallel", "torch's FSDP"
@@ -67,7 +67,7 @@ def require_supported(module: nn.Module) -> None:
             raise ValueError(f"{name!r} has sparse gradients: make it with sparse=False")
     registered = {id(p) for p in module.parameters()}
     for name, key, value in own_attributes(module.named_modules()):
-        if any(id(x) not in registered and not entries_of([x]) for x in _trainable(value)):
+        if any(id(x) not in registered and not owners_of([x]) for x in _trainable(value)):
             raise ValueError(
                 f"{f'{name}.{key}'.lstrip('.')!r} holds trainable weights that are no parameters of the "
                 "module, so that their gradients would stay on this rank: register them (nn.ParameterList, "

@@ -16,7 +16,7 @@ import hashlib
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -275,6 +275,12 @@ class Reduction(ABC):
             key = (1, plan.step, 0) if plan.declared else (0, self.steps, self.exchanges)
             for bucket in self.buckets:
                 bucket.begin_nodes(*key)
+
+    def has_zeros(self, positions: Collection[int]) -> None:
+        """The gradients at ``positions`` were zeros before this reduction: without others they stay zeros."""
+        for bucket in self.buckets if positions else ():
+            for slot in bucket.slots:
+                slot.present |= slot.position in positions
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
         """Gradients that arrive from now on belong to ``leaf``; ``last``: of this rank in this reduction."""

@@ -168,7 +168,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exceptio
         lambda: nn.Sequential(SHARED),
         {},
         ValueError,
-        r"parameter 'weight' belongs to a DataParallel: wrap one module, once, .*or close\(\) the other",
+        r"parameter 'weight' belongs to a DataParallel already, .*: wrap or shard one module .*or close\(\)",
     ),
     "strategy": (Dense, {"strategy": "ring"}, ValueError, "strategy 'ring': expected one of naive, flat"),
     "values": (Dense, {"init_sync": "yes"}, ValueError, "init_sync='yes': expected True, False or 'verify'"),
@@ -219,7 +219,7 @@ def test_a_module_is_wrapped_once_at_a_time(mesh: Mesh) -> None:
     module = filled(Dense())
     model = DataParallel(module, process_group=mesh)
     for again in (module, module.layers[3], nn.Sequential(module), model, nn.Sequential(model)):
-        with pytest.raises(ValueError, match=r"layers\.\d\.weight' belongs to a DataParallel: wrap one"):
+        with pytest.raises(ValueError, match=r"layers\.\d\.weight' belongs to a DataParallel already"):
             DataParallel(again, process_group=mesh)
     square(model, mesh.rank).backward()
     assert_mean_gradients(mesh, module, square)
