@@ -58,6 +58,8 @@ class ModuleProxy(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module":
+            raise AttributeError("a wrapper keeps its module: close() it, and wrap the other module")
         if self._is_own(name):
             object.__setattr__(self, name, value)
         else:

@@ -63,7 +63,8 @@ def require_supported(module: nn.Module) -> None:
                 f"{name!r} is a TorchScript module, which takes no hooks: wrap the Python module, and use "
                 "torch.compile"
             )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+        is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and part.sparse and part.weight.requires_grad:
             raise ValueError(f"{name!r} has sparse gradients: make it with sparse=False")
     registered = {id(p) for p in module.parameters()}
     for name, key, value in own_attributes(module.named_modules()):

@@ -76,6 +76,8 @@ def test_what_is_set_through_a_wrapper_reaches_the_module() -> None:
     assert vars(model).keys().isdisjoint({*vars(plain), "last", "scale"})
     del model.last
     assert not hasattr(model.module, "last") and not hasattr(model, "nowhere")
+    with pytest.raises(AttributeError, match="a wrapper keeps its module"):
+        model.module = plain
     model.close()  # the wrapper's
 
 
