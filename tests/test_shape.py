@@ -122,7 +122,7 @@ PURE = (
 BUDGET = {
     "": 940,
     "bench": 6010,
-    "checkpoint": 4140,
+    "checkpoint": 4120,
     "cli": 1080,
     "comm": 1000,
     "data": 2040,
@@ -133,16 +133,16 @@ BUDGET = {
     "native": 250,
     "net": 2880,
     "pipeline": 5170,
-    "recipes": 1530,
+    "recipes": 1500,
     "reduce": 2740,
-    "replicate": 2540,
+    "replicate": 1690,
     "rng": 410,
-    "run": 7300,
+    "run": 7260,
     "shard": 7330,
     "shm": 2030,
     "state": 1660,
-    "step": 2740,
-    "timeline": 4930,
+    "step": 2750,
+    "timeline": 4910,
     "verify": 750,
 }
 MAX_FILE_LINES = 800
@@ -223,6 +223,7 @@ ONE_USER = {
     "instep/reduce/hierarchical_transport.py",
     "instep/replicate/bucketed.py",
     "instep/replicate/ddp_keywords.py",
+    "instep/replicate/flat.py",
     "instep/replicate/replica.py",
     "instep/run/display.py",
     "instep/run/generation.py",
@@ -242,6 +243,7 @@ ONE_USER = {
     "instep/shm/collectives.py",
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
+    "instep/step/gradients.py",
     "instep/verify/batch.py",
 }
 

@@ -18,92 +18,9 @@ from instep.mesh.mesh import Mesh, get, registered_mesh
 from instep.replicate.ddp_keywords import REFUSED
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
-from tests.replicate.nets import Dense, Mixed, Twice
+from tests.replicate.nets import Dense, Twice
 from tests.replicate.replicas import assert_mean_gradients, equal_everywhere, gradients, samples, square
 from tests.world import world
-
-
-def module_of(*layers: tuple[str, nn.Module]) -> nn.Module:
-    module = nn.Module()
-    for name, layer in layers:
-        module.add_module(name, layer)
-    return module
-
-
-def frozen(layer: nn.Module) -> nn.Module:
-    return layer.requires_grad_(False)
-
-
-# What rank 0 has, what the others have, and what the error says of the two.
-DIFFERENCES = {
-    "name": (
-        [("a", nn.Linear(2, 2))],
-        [("b", nn.Linear(2, 2))],
-        r"parameter 'a.weight', .* on rank 0, but parameter 'b.weight', .* on rank 1",
-    ),
-    "order": (
-        [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))],
-        [("b", nn.Linear(2, 2)), ("a", nn.Linear(2, 2))],
-        r"parameter 'a.weight'.* on rank 0, but .*'b.weight'.* on rank 1",
-    ),
-    "shape": (
-        [("a", nn.Linear(2, 3))],
-        [("a", nn.Linear(3, 2))],
-        r"parameter 'a.weight', shape \(3, 2\), .* on rank 0, but .* shape \(2, 3\), .* on rank 1",
-    ),
-    "dtype": (
-        [("a", nn.Linear(2, 2))],
-        [("a", nn.Linear(2, 2).double())],
-        r"parameter 'a.weight', .*float32.* on rank 0, but .*float64.* on rank 1",
-    ),
-    "requires_grad": (
-        [("a", nn.Linear(2, 2))],
-        [("a", frozen(nn.Linear(2, 2)))],
-        r"parameter 'a.weight', .*requires_grad=True on rank 0, but .*requires_grad=False on rank 1",
-    ),
-    "one more": (
-        [("a", nn.Linear(2, 2))],
-        [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))],
-        r"nothing on rank 0, but parameter 'b.weight', .* on rank 1",
-    ),
-    "buffer": (
-        [("a", nn.BatchNorm1d(2))],
-        [("a", nn.BatchNorm1d(2, track_running_stats=False))],
-        r"buffer 'a.running_mean', .* on rank 0, but nothing on rank 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DIFFERENCES)
-@world(3)
-def test_models_that_differ_are_refused_on_all_ranks_by_the_first_difference(mesh: Mesh, kind: str) -> None:
-    first, other, message = DIFFERENCES[kind]
-    module = module_of(*(first if mesh.rank == 0 else other))
-    match = f"^the ranks differ in models: {message}: build the same modules in the same order$"
-    with pytest.raises(ValueError, match=match) as caught:
-        DataParallel(module, process_group=mesh)
-    assert getattr(caught.value, "told", False) is (mesh.rank != 0)  # so that one reports it
-
-
-# What rank 0 says and the others: they would start different operations, or draw other random numbers.
-OPTIONS = {
-    "init_sync": (True, "verify"),
-    "strategy": ("bucketed", "naive"),
-    "bucket_cap_mb": (25, [1, 25]),
-    "ordered": (True, False),
-    "find_unused_parameters": (None, False),
-    "broadcast_buffers": (True, False),
-    "seed": (0, 1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@world(2)
-def test_options_that_differ_are_refused_on_all_ranks(mesh: Mesh, name: str) -> None:
-    first, other = OPTIONS[name]
-    message = rf"^the ranks differ in options: {name}={first!r} on rank 0, but {name}=.* on rank 1: pass the"
-    with pytest.raises(ValueError, match=message):
-        DataParallel(Dense(), process_group=mesh, **{name: other if mesh.rank else first})
 
 
 def capped(sizes: list[int]) -> int:
@@ -148,7 +65,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exceptio
     "sparse bag": (lambda: nn.EmbeddingBag(4, 2, sparse=True), {}, ValueError, "'' has sparse gradients"),
     "TorchScript": (Scripted, {}, ValueError, "'part' is a TorchScript module, .* wrap the Python module"),
     "part called module": (
-        lambda: module_of(("module", nn.Linear(2, 2))),
+        lambda: nn.ModuleDict({"module": nn.Linear(2, 2)}),
         {},
         ValueError,
         "the module has a part called 'module', .* give the part another name",
@@ -214,25 +131,9 @@ def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> N
 
 
 @world(2)
-def test_a_module_is_wrapped_once_at_a_time(mesh: Mesh) -> None:
-    """Of two wrappers each sent gradients while the other was writing them."""
-    module = filled(Dense())
-    model = DataParallel(module, process_group=mesh)
-    for again in (module, module.layers[3], nn.Sequential(module), model, nn.Sequential(model)):
-        with pytest.raises(ValueError, match=r"layers\.\d\.weight' belongs to a DataParallel already"):
-            DataParallel(again, process_group=mesh)
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, module, square)
-    model.close()
-    model = DataParallel(module, process_group=mesh)
-    del model  # collected, it is closed too
-    DataParallel(nn.Sequential(module), process_group=mesh).close()
-
-
-@world(2)
 def test_frozen_weights_and_those_of_another_wrapper_may_be_held_in_a_list(mesh: Mesh) -> None:
     """A teacher, say, or the discriminator that a generator's loss asks."""
-    teacher, discriminator = frozen(nn.Linear(2, 2)), nn.Linear(2, 2)
+    teacher, discriminator = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
     other = DataParallel(discriminator, process_group=mesh)
     DataParallel(holding([teacher, discriminator]), process_group=mesh).close()
     other.close()
@@ -254,80 +155,6 @@ def test_a_gradient_that_arrives_sparse_is_refused_by_name(mesh: Mesh) -> None:
         with pytest.raises(ValueError, match=match), model.no_sync() if accumulates else nullcontext():
             model(torch.tensor([mesh.rank])).sum().backward()
         model.close()
-
-
-@world(2)
-def test_a_model_that_was_refused_is_left_as_it_was(mesh: Mesh) -> None:
-    module = nn.Linear(2, 2 + mesh.rank)
-    with pytest.raises(ValueError, match="shape"):
-        DataParallel(module, process_group=mesh)
-    module(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
-
-
-class Varied(Mixed):
-    """All dtypes, and buffers: one of bools, one that is a number, one that is expanded."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        with torch.no_grad():
-            for p in self.parameters():
-                p.fill_(rank + 1)
-        self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
-        self.register_buffer("count", torch.tensor(rank))
-        self.register_buffer("same", torch.zeros(1).expand(3))
-        self.register_buffer("scratch", torch.full((2,), float(rank)), persistent=False)
-
-
-@world(2)
-def test_rank_0_s_values_are_taken_in_every_dtype(mesh: Mesh) -> None:
-    module = Varied(mesh.rank)
-    DataParallel(module, process_group=mesh).close()
-    for p in module.parameters():
-        assert torch.equal(p, torch.ones_like(p))
-    assert module.mask.tolist() == [True, False]
-    assert module.count.item() == 0
-    assert module.scratch.tolist() == [0, 0]
-
-
-@world(2)
-def test_a_parameter_that_is_not_contiguous_takes_rank_0_s_values(mesh: Mesh) -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.full((3, 2), float(mesh.rank)).t())
-    module.image = nn.Parameter(
-        torch.full((2, 3, 4, 5), 1.0 * mesh.rank).to(memory_format=torch.channels_last)
-    )
-    DataParallel(module, process_group=mesh).close()
-    assert all(torch.equal(p, torch.zeros_like(p)) for p in module.parameters())
-    assert module.image.is_contiguous(memory_format=torch.channels_last)
-
-
-@world(3)
-def test_values_that_differ_are_refused_if_they_are_verified(mesh: Mesh) -> None:
-    module = filled(Dense())
-    DataParallel(module, process_group=mesh, init_sync="verify").close()
-    if mesh.rank == 1:
-        with torch.no_grad():
-            module.layers[3].bias[2] = torch.nextafter(module.layers[3].bias[2], torch.tensor(9.0))
-    with pytest.raises(ValueError, match=r"'layers.3.bias' has other values on rank 1 than on.* 0: load"):
-        DataParallel(module, process_group=mesh, init_sync="verify")
-
-
-@world(2)
-def test_a_buffer_that_differs_is_refused_if_values_are_verified(mesh: Mesh) -> None:
-    module = nn.BatchNorm1d(2)
-    module.num_batches_tracked.fill_(mesh.rank)
-    with pytest.raises(ValueError, match="'num_batches_tracked' has other values on rank 1"):
-        DataParallel(module, process_group=mesh, init_sync="verify")
-
-
-@world(2)
-def test_values_may_be_left_as_they_are(mesh: Mesh) -> None:
-    module = nn.Linear(2, 1)
-    with torch.no_grad():
-        module.weight.fill_(mesh.rank)
-    DataParallel(module, process_group=mesh, init_sync=False).close()
-    assert module.weight.tolist() == [[mesh.rank, mesh.rank]]
 
 
 def test_every_keyword_of_ddp_is_known_and_one_that_asks_for_nothing_is_ignored() -> None:
