@@ -127,7 +127,7 @@ BUDGET = {
     "comm": 1000,
     "data": 2040,
     "elastic": 2080,
-    "launch": 1290,
+    "launch": 1300,
     "mesh": 1140,
     "models": 470,
     "native": 250,
