@@ -10,8 +10,8 @@ that each rank iterates over from the beginning:
     two ranks                a   b   c   d | a   b   c   d        other data, and no error
 
 So in the first steps each rank's exchange header carries a digest of the inputs of its first micro-batch, and
-the first rank compares them. Inputs that stay the same for good (a benchmark's, a fixed grid) are right on any
-number of ranks, and a few distinct numbers may be the same by chance: no warning then. Ranks that read
+the first rank compares them. Inputs that stay the same for good (a benchmark's, a fixed grid) are right on
+any number of ranks, and a few distinct numbers may be the same by chance: no warning then. Ranks that read
 disjoint shares, by a ``DistributedSampler``, cannot be told from right ones, and are not noticed.
 """
 

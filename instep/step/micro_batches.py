@@ -132,7 +132,7 @@ class DeclaredStep:
         self.keys = keys
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
-        self.statistics = RunningStatistics(reducer.group, reducer.lane)
+        self.statistics = RunningStatistics()
         self.written = WrittenWeights()
         self.inputs = InputDigest()
         reducer.input_digest = weakly(self._input_digest)
@@ -200,14 +200,14 @@ class DeclaredStep:
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
             zeroed = self._check_start(plan.num_leaves)
-            num_running = self.statistics.begin(m for _, m in self.registry.named_modules)
+            self.statistics.begin(m for _, m in self.registry.named_modules)
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
             if own and not reducer.sharded:
                 reducer.has_zeros(zeroed)
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
-            if num_running:
-                reducer.go_on_with(self.statistics, num_running)
+            if self.statistics.num_norms:
+                reducer.statistics = self.statistics
         self._step, self._open = plan.step, plan
         ended = False
         try:

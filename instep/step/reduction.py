@@ -18,6 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -32,11 +33,12 @@ from instep.net.lane import Lane, Work
 from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, Bundle, Caps
 from instep.reduce.exchange import OrderedAllReduce
-from instep.reduce.header import COMPARE, VERSION, Header
+from instep.reduce.header import COMPARE, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.replica_watch import Replica, ReplicaWatch
+from instep.step.running_statistics import RunningStatistics
 
 SHOWN = 8  # unused parameters, in a message
 COMPARISON = "the comparison of gradients that no exchange has seen"
@@ -84,16 +86,6 @@ class ReductionOptions:
                 f"nodes={self.nodes.nodes!r} with ordered=False, where the backend adds, and no tree: leave "
                 "one of them out"
             )
-
-
-class PostReduceExchange(Protocol):
-    """What ranks exchange once all gradients of a reduction have arrived, before any is set."""
-
-    def exchange(self) -> None:
-        """Collective, and the others are told if it cannot be done here."""
-
-    def leave(self) -> None:
-        """Let the others, who have come to ``exchange``, know that this rank will not."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +165,9 @@ class Reduction(ABC):
         self.weight = 1  # this rank's sum of weights, of the micro-batches that have had gradients
         self.shift = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
-        self.afterwards: PostReduceExchange | None = None  # of this reduction
-        self.num_running = 0
+        self.statistics: RunningStatistics | None = (
+            None  # are exchanged after the gradients of this reduction
+        )
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
         self.input_digest: Callable[[], int] = int  # of the inputs of a declared step
         # Is shown each leaf in a bucket, whole, and the memory that it is in.
@@ -202,9 +195,32 @@ class Reduction(ABC):
     def finish(self) -> None:
         """All leaves of this rank are closed: wait until the gradients are reduced."""
 
-    @abstractmethod
     def leave(self) -> None:
-        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``."""
+        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
+
+        Some of the gradients may be reduced by now, some complete and some not: a sum for no rank.
+        """
+        if self.plan is None:
+            return
+        plan, self.plan, self.leaf = self.plan, None, None
+        statistics, self.statistics = self.statistics, None
+        header = self._next_header(plan) or (self._header_of(STATISTICS) if statistics else None)
+        if header is not None and self.group.size > 1:
+            name, exchange = "leaving a step", self.exchange
+            self.lane.submit(name, partial(exchange.announce_leave, header, name), awaited=False)
+        self.exchanges += 1
+        self.given_up = True
+        self.gradients.drop()
+        self.local = [False] * len(self.names)
+        self._reset()
+
+    @abstractmethod
+    def _next_header(self, plan: StepPlan) -> Header | None:
+        """That of the next exchange of a bundle; None if all have begun."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forget what this reduction has collected."""
 
     def abandon(self) -> None:
         """End here, for good: no rank is told, and memory is free for what goes on in this one's place."""
@@ -269,7 +285,7 @@ class Reduction(ABC):
         self._watch.begin()
         self.plan, self._declared = plan, plan.declared
         self.weight = 0 if plan.declared else 1
-        self.afterwards, self.num_running, self.buffers = None, 0, 0
+        self.statistics, self.buffers = None, 0
         self.exchange.buffers, self.exchange.input_digests = [], []
         if self._rounds_nodes:
             # The key of random rounding: a declared step that is repeated must have the same bits.
@@ -338,11 +354,7 @@ class Reduction(ABC):
             Desync, PeerLost: other ranks have none to compare.
         """
         mine = [hashlib.sha256(name.encode() + _bytes_of(gradient)).digest() for name, gradient in gradients]
-        self.rendezvous(COMPARE, COMPARISON)
-        found: list[bytes] = []
-        self.lane.run(
-            COMPARISON, lambda: found.extend(self.group.all_gather_bytes(b"".join(mine), COMPARISON))
-        ).wait()
+        found = self.exchange_bytes(COMPARE, COMPARISON, b"".join(mine))
         unlike = (i for i in range(len(mine)) if len({its[32 * i : 32 * i + 32] for its in found}) > 1)
         return next(unlike, None if len(set(found)) == 1 else 0)
 
@@ -356,25 +368,19 @@ class Reduction(ABC):
             Desync: a rank has come for something else; raised on every rank alike, at once.
             PeerLost: a rank did not come.
         """
-        header = Header(
-            version=VERSION,
-            op=op,
-            step=self.steps,
-            exchange=self.exchanges,
-            declared=0,
-            bucket=0,
-            num_elements=0,
-            num_leaves=0,
-            weight=0,
-            ready_ns=0,
-            launched_ns=time.monotonic_ns(),
-            left=0,
-        )
         found: list[list[int]] = []
         self.lane.settle()
-        self.lane.run(
-            operation, lambda: found.extend(self.exchange.rendezvous(header, words, operation))
-        ).wait()
+        header = self._header_of(op)
+        run = partial(self.exchange.rendezvous, header, words, operation)
+        self.lane.run(operation, lambda: found.extend(run())).wait()
+        return found
+
+    def exchange_bytes(self, op: int, operation: str, data: bytes, limit: int = 1 << 24) -> list[bytes]:
+        """The ``data`` of every rank, once all have reached ``op``. Collective; raises as ``rendezvous``."""
+        lengths = [words[0] for words in self.rendezvous(op, operation, [len(data)])]
+        found: list[bytes] = []
+        gather = partial(self.group.all_gather_bytes, data, operation, limit=limit, lengths=lengths)
+        self.lane.run(operation, lambda: found.extend(gather())).wait()
         return found
 
     def steps_now(self) -> None:
@@ -394,22 +400,12 @@ class Reduction(ABC):
         if self.ends_steps:
             self.recorder.stepped()
 
-    def go_on_with(self, afterwards: PostReduceExchange, num_running: int) -> None:
-        """The gradients of this reduction are followed by statistics of so many buffers."""
-        self.afterwards, self.num_running = afterwards, num_running
-
-    def _exchange_afterwards(self) -> None:
-        """All gradients have arrived: what is exchanged besides?"""
-        afterwards, self.afterwards = self.afterwards, None
-        if afterwards is not None and self.group.size > 1:
+    def _exchange_statistics(self) -> None:
+        """All gradients have arrived, and none is set yet: exchange what norms have measured, if any."""
+        statistics, self.statistics = self.statistics, None
+        if statistics is not None and self.group.size > 1:
             with self.recorder.span(BATCH_NORM, lane="host"):
-                afterwards.exchange()
-
-    def _leave_afterwards(self) -> None:
-        """All gradients have been sent, and this rank gives up: the others may wait for what follows."""
-        afterwards, self.afterwards = self.afterwards, None
-        if afterwards is not None and self.group.size > 1:
-            afterwards.leave()
+                statistics.exchange(self)
 
     def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
         """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
@@ -419,12 +415,14 @@ class Reduction(ABC):
         """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
         return None
 
+    def _header_of(self, op: int) -> Header:
+        return Header(op=op, step=self.steps, exchange=self.exchanges, launched_ns=time.monotonic_ns())
+
     def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0, num_carried: int = 0) -> Header:
         """What this rank says of ``bucket`` as it leaves; its slots note what is frozen by then."""
         for slot in bucket.slots:
             slot.frozen = not self.parameters[slot.position].requires_grad
         return Header(
-            version=VERSION,
             declared=int(plan.declared),
             step=self.steps,
             exchange=self.exchanges,
@@ -434,7 +432,6 @@ class Reduction(ABC):
             weight=self.weight,
             ready_ns=bucket.ready_ns,
             launched_ns=time.monotonic_ns(),
-            left=0,
             round=round,
             num_carried=num_carried,
             declared_step=plan.step,
@@ -442,7 +439,7 @@ class Reduction(ABC):
             data_identity=plan.data_identity,
             sampled=self._watch.sampled,
             edited=self._watch.edited,
-            num_running=self.num_running,
+            num_running=0 if self.statistics is None else self.statistics.num_norms,
             buffers=self.buffers,
             input_digest=self.input_digest() if plan.declared else 0,
         )

@@ -23,9 +23,9 @@ in backward is not measured a second time. The norms are torch's own (``nn.Batch
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,12 @@ from torch.utils.hooks import RemovableHandle
 from instep.errors import Desync
 from instep.hook import Hook, weakly
 from instep.memory import bytes_of, tensor_of
-from instep.net.agree import all_tell
-from instep.net.lane import Lane
-from instep.net.process_group import Group
+from instep.reduce.header import OPERATIONS, STATISTICS
 
-EXCHANGE = "the exchange of running statistics"
+if TYPE_CHECKING:
+    from instep.step.reduction import Reduction
+
+EXCHANGE = OPERATIONS[STATISTICS]
 LIMIT_BYTES = 1 << 32  # of one rank's
 FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -146,26 +147,28 @@ class EagerHook(Hook):
 
 
 class RunningStatistics:
-    """The running statistics of a module in declared steps, which ranks of ``group`` exchange on ``lane``.
+    """The running statistics of a module in declared steps.
 
     A step: ``begin``; each visit of a micro-batch within ``leaf``; ``exchange``, when all gradients have
-    arrived, and ``apply``, when nothing can fail any more. Or ``leave`` in the place of ``exchange``.
-    ``remove`` removes all hooks.
+    arrived, and ``apply``, when nothing can fail any more. ``remove`` removes all hooks.
     """
 
-    def __init__(self, group: Group, lane: Lane) -> None:
-        self._group, self._lane = group, lane
+    def __init__(self) -> None:
         self._measurement = Measurement([])
         self._measured: dict[int, list[Measured]] = {}  # by micro-batch
 
-    def begin(self, modules: Iterable[nn.Module]) -> int:
-        """A step of ``modules`` begins; the number of norms, which has to be the same on all ranks."""
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """A step of ``modules`` begins."""
         self._measured = {}
         norms = tracking_norms(modules)
         if norms != self._measurement.norms:
             self._measurement.remove()
             self._measurement = Measurement(norms)
-        return len(norms)
+
+    @property
+    def num_norms(self) -> int:
+        """It has to be the same on all ranks."""
+        return len(self._measurement.norms)
 
     def leaf(self, index: int) -> AbstractContextManager[object]:
         """Around a visit of micro-batch ``index``; several visits of one add up."""
@@ -178,18 +181,18 @@ class RunningStatistics:
         if found:
             self._measured.setdefault(index, []).extend(found)
 
-    def exchange(self) -> None:
-        """Tell the others what the micro-batches of this rank have measured. Collective.
+    def exchange(self, reducer: Reduction) -> None:
+        """Tell the other ranks what the micro-batches of this one have measured. Collective.
 
         Raises:
             Desync: a rank has left the step.
             PeerLost: a rank did not come.
         """
-        self._lane.run(EXCHANGE, self._tell).wait()
-
-    def leave(self) -> None:
-        """Let the others know, in their ``exchange``, that this rank has left the step."""
-        self._lane.submit(EXCHANGE, self._say_goodbye, awaited=False)
+        mine = to_bytes(self._measured) if self._measured else b""
+        everyone = reducer.exchange_bytes(STATISTICS, EXCHANGE, mine, LIMIT_BYTES)
+        for rank, data in zip(reducer.group.ranks, everyone, strict=True):
+            if data and rank != reducer.group.global_rank:
+                self._measured |= from_bytes(data, self._measurement.norms, f"rank {rank}")
 
     def apply(self) -> None:
         """Every buffer gets its value of after the step."""
@@ -198,27 +201,6 @@ class RunningStatistics:
 
     def remove(self) -> None:
         self._measurement.remove()
-
-    def _tell(self) -> None:
-        everyone = self._gather(lambda: to_bytes(self._measured) if self._measured else b"")
-        for rank, data in zip(self._group.ranks, everyone, strict=True):
-            if data and rank != self._group.global_rank:
-                self._measured |= from_bytes(data, self._measurement.norms, f"rank {rank}")
-
-    def _say_goodbye(self) -> None:
-        with suppress(Desync):  # its own
-            self._gather(_has_left)
-
-    def _gather(self, mine: Callable[[], bytes]) -> list[bytes]:
-        kinds, limit = (Desync,), LIMIT_BYTES
-        return all_tell(self._group, EXCHANGE, mine, lambda data: data, errors=kinds, limit=limit)[1]
-
-
-def _has_left() -> bytes:
-    raise Desync(
-        "left the step when its gradients had been sent (an exception, or a break out of micro_batches): no "
-        "gradient was written, and no running statistic"
-    )
 
 
 def to_bytes(by_micro_batch: Mapping[int, Sequence[Measured]]) -> bytes:
