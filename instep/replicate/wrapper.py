@@ -460,17 +460,17 @@ class DataParallel(WrappedOnce, OwnNames):
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """Compare the distributed gradient with that of one process, on this model, strategy and batch.
 
-        Each rank makes one synchronised step on its batch, without an update; then rank 0 computes every
-        rank's gradient again, alone, and what each rank has is compared with their mean. Weights, buffers,
-        gradients, torch's random generators, training mode and the wrapper's own state are as before when it
-        returns or raises. W + 1 forwards and backwards on rank 0, which needs memory for all batches and some
-        5 copies of the model. Random numbers have to come from torch's default generators. Collective.
+        Each rank makes one synchronised step on its batch, without an update; then it computes the gradient
+        of every rank's batch again, without exchanges, and compares what it has with their mean. Weights,
+        buffers, gradients, torch's random generators, training mode and the wrapper's own state are as before
+        when it returns or raises. W + 1 forwards and backwards, and memory for some 5 copies of the model.
+        Random numbers have to come from torch's default generators. Collective.
 
         Args:
             batch: what this rank would train on, of any size: a tensor, or tensors in dicts (with strings for
                 keys), lists and tuples, beside numbers, strings and None.
             loss: ``loss(model, batch)`` returns the scalar mean over the batch; ``model`` is this wrapper,
-                and on rank 0 also the bare module. Without it the model is called with the items of a list or
+                and later the bare module. Without it the model is called with the items of a list or
                 tuple, the keywords of a dict, or the tensor; the loss is its output, ``output.loss`` or
                 ``output["loss"]``.
             rtol: allowed error, relative to the norm of each gradient; by default 1e-5, 1e-8 for float64,

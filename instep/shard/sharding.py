@@ -421,7 +421,7 @@ def _subject_of(
         ],
         values=_values(backward, stage3),
         memory=[bucket.reduced for bucket in reducer.buckets],
-        apart=nullcontext if stage3 is None else stage3.apart,
+        isolated=nullcontext if stage3 is None else stage3.apart,
     )
 
 
