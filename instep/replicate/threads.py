@@ -67,7 +67,7 @@ from instep.step.micro_batches import (
     require_no_gradients,
 )
 from instep.step.parameter_registry import ParameterRegistry, require_read_only
-from instep.step.running_statistics import Measured, Measurement, apply, tracking_norms
+from instep.step.running_statistics import RunningStatistics, tracking_norms
 from instep.step.unregistered import UnregisteredWeights
 
 T = TypeVar("T")
@@ -294,8 +294,8 @@ class ThreadedStep:
         self.sparse: set[int] = set()  # parameters with sparse gradients
         self.strays: set[int] = set()  # parameters with a gradient that no replica has received
         self.hooks = [OrderedDict(x._backward_hooks or ()) for x in self.parameters]  # the user's
-        self.norms = tracking_norms(self.module.modules())
-        self.measured: dict[int, list[Measured]] = {}  # for running statistics, by micro-batch
+        self.statistics = RunningStatistics()
+        self.statistics.norms = tracking_norms(self.module.modules())
         for buckets in self.buckets:
             for bucket in buckets:
                 bucket.begin(self.num_micro_batches, lambda _: 0)
@@ -308,15 +308,16 @@ class ThreadedStep:
             if hooks:
                 alias._backward_hooks = hooks
         gradients = Gradients(self.names, replica.parameters, ())
-        norms = [replica.modules[id(norm)] for norm in self.norms]
+        norms = [replica.modules[id(norm)] for norm in self.statistics.norms]
         for norm in norms:  # a replica shares them with the module
             for key in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
                 setattr(norm, key, getattr(norm, key).copy())
-        measurement = Measurement(norms)
+        statistics = RunningStatistics()
+        statistics.begin(norms)
         found = {}
         for index in self.indices[r]:
             micro_batch = self.micro_batches[index]
-            with replica.receives(index), measurement.open() as self.measured[index]:
+            with replica.receives(index), statistics.leaf(index):
                 found[index] = body(replica.module, micro_batch)
             self._check(r, micro_batch, replica)
             for bucket in self.buckets[r]:
@@ -325,6 +326,7 @@ class ThreadedStep:
                 gradients.land(bucket, bucket.leaf, adds=bucket.adds)
                 bucket.close(index)
                 gradients.take(bucket)
+        self.statistics.measured |= statistics.measured
         return found
 
     def reduce(self) -> None:
@@ -353,7 +355,7 @@ class ThreadedStep:
             for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
                 if any(bucket.slots[k].present for bucket in same):
                     gradients.attach(slot, view, whole=True)
-        apply(self.norms, self.measured)
+        self.statistics.apply()
 
     def _check(self, r: int, micro_batch: MicroBatch, replica: Replica) -> None:
         weight = micro_batch.checked_weight()

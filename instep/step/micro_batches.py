@@ -10,7 +10,7 @@ In the place of G stands a ``DataSource`` that knows it, and gives each micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
@@ -133,7 +133,6 @@ class DeclaredStep:
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
         self.statistics = RunningStatistics()
-        self.written = WrittenWeights()
         self.inputs = InputDigest()
         reducer.input_digest = weakly(self._input_digest)
         self._steps = 0
@@ -206,7 +205,7 @@ class DeclaredStep:
             if own and not reducer.sharded:
                 reducer.has_zeros(zeroed)
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
-            if self.statistics.num_norms:
+            if self.statistics.norms:
                 reducer.statistics = self.statistics
         self._step, self._open = plan.step, plan
         ended = False
@@ -244,7 +243,7 @@ class DeclaredStep:
             with self.keys.leaf(self._step, leaf), self.statistics.leaf(leaf):
                 yield
             self._check(micro_batch, gradients=gradients)
-            self.written.ended(leaf)
+            self._check_weights(leaf)
             if gradients:
                 self.reducer.close_leaf()
         self.micro_batch = None
@@ -276,7 +275,10 @@ class DeclaredStep:
         self.registry.check()
         zeroed = require_no_gradients(self.reducer.names, self.reducer.parameters)
         self.unregistered.begin()
-        self.written.begin([*self.registry.trainable, *self.registry.frozen])
+        weights = [*self.registry.trainable, *self.registry.frozen]
+        self._weights = [(name, p) for name, p in weights if not p.is_inference()]
+        self._versions = [p._version for _, p in self._weights]
+        self._written: dict[str, Tensor] = {}  # what the last micro-batch that wrote has left
         self._buffers = []
         for name, module in self.registry.named_modules:
             for key, x in module._buffers.items():
@@ -309,55 +311,30 @@ class DeclaredStep:
                 f"{micro_batch.weight} now: set micro_batch.weight before backward"
             )
 
+    def _check_weights(self, index: int) -> None:
+        """What follows a write to a weight depends on which rank has which micro-batch.
+
+        What is put back in the same micro-batch (weights moved aside for a second forward), and what is the
+        same after each (weights that forward clamps), does not.
+        """
+        before, self._versions = self._versions, [p._version for _, p in self._weights]
+        for (name, p), old, now in zip(self._weights, before, self._versions, strict=True):
+            if old == now:
+                continue
+            if name in self._written and not torch.equal(self._written[name], p):
+                raise ValueError(
+                    f"parameter {name!r} was written to in micro-batch {index}: what other micro-batches "
+                    "find would depend on which rank has them. Write to weights between steps, or put back "
+                    "what was there before the micro-batch ends"
+                )
+            self._written[name] = p.detach().clone()
+
     def _check_buffers(self) -> None:
         for name, owner, key, buffer, version, before in self._buffers:
             now = owner._buffers[key]
             same = now is buffer and (buffer is None or buffer._version == version)
             if not same or (now is not None and before is not None and not torch.equal(now, before)):
                 raise changed_buffer(name)
-
-
-class WrittenWeights:
-    """Weights that a program writes to inside a declared step, where the next micro-batch would find others.
-
-    Which micro-batches come after a write depends on which rank has them, so the bits would depend on the
-    placement. What is put back in the same micro-batch (weights moved aside for a second forward), and what
-    is the same after each (weights that forward clamps), depends on none. So what a rank's micro-batches
-    leave counts, one after the other; it is kept of those weights only whose version tells of a write.
-
-    In a step: ``begin`` with all weights, by name, then ``ended`` after each micro-batch of this rank.
-    """
-
-    def begin(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """A declared step begins."""
-        self._weights = [(name, p) for name, p in weights if not p.is_inference()]
-        self._versions = self._count()
-        self._left: dict[str, Tensor] = {}  # what the last micro-batch that wrote has left
-
-    def ended(self, index: int) -> None:
-        """Micro-batch ``index`` has ended.
-
-        Raises:
-            ValueError: it has left another value of a weight than the one before it, on this rank.
-        """
-        before, self._versions = self._versions, self._count()
-        if before == self._versions:
-            return
-        for (name, p), old, now in zip(self._weights, before, self._versions, strict=True):
-            if old != now:
-                self._look(name, p.detach().clone(), index)
-
-    def _look(self, name: str, value: Tensor, index: int) -> None:
-        if name in self._left and not torch.equal(self._left[name], value):
-            raise ValueError(
-                f"parameter {name!r} was written to in micro-batch {index}: what other micro-batches find "
-                "would depend on which rank has them. Write to weights between steps, or put back what was "
-                "there before the micro-batch ends"
-            )
-        self._left[name] = value
-
-    def _count(self) -> list[int]:
-        return [p._version for _, p in self._weights]
 
 
 def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> set[int]:

@@ -439,7 +439,7 @@ class Reduction(ABC):
             data_identity=plan.data_identity,
             sampled=self._watch.sampled,
             edited=self._watch.edited,
-            num_running=0 if self.statistics is None else self.statistics.num_norms,
+            num_running=0 if self.statistics is None else len(self.statistics.norms),
             buffers=self.buffers,
             input_digest=self.input_digest() if plan.declared else 0,
         )
