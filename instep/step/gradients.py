@@ -126,7 +126,7 @@ class Gradients:
                 gradient.copy_(view)
         elif gradient is None:
             parameter.grad = view.data  # for users no view: those cannot be detached in place
-        elif not _is(gradient, view):
+        elif gradient.data_ptr() != view.data_ptr() or not _look_alike(gradient, view):
             gradient.data = view
 
     def num_attached(self, bucket: Bucket) -> int:
