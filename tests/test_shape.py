@@ -141,7 +141,7 @@ BUDGET = {
     "shard": 7330,
     "shm": 2030,
     "state": 1660,
-    "step": 2790,
+    "step": 2780,
     "timeline": 4930,
     "verify": 750,
 }
