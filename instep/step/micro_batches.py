@@ -20,12 +20,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from instep.hook import weakly
 from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
 from instep.reduce.placeholder import slices_of
 from instep.rng.keys import LeafKeys
-from instep.step.input_digest import InputDigest
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
@@ -133,8 +131,7 @@ class DeclaredStep:
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
         self.statistics = RunningStatistics()
-        self.inputs = InputDigest()
-        reducer.input_digest = weakly(self._input_digest)
+        self.inputs = reducer.inputs
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, int, Tensor | None]] = []
@@ -147,9 +144,6 @@ class DeclaredStep:
         if self.micro_batch is not None and self._weight_taken is None:
             self._weight_taken = self.micro_batch.checked_weight()
             self.reducer.weight += self._weight_taken
-
-    def _input_digest(self) -> int:
-        return self.inputs.word
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.

@@ -245,23 +245,19 @@ def _require_reduced(optimizer: Optimizer, owned: Owned) -> None:
         ):
             raise RuntimeError(f"optimizer.step(): {reason}")
     for reducer in owned:
-        if (problem := _no_gradient(reducer)) is not None:
-            raise RuntimeError(f"optimizer.step() {problem}")
+        if reducer.plan is not None and reducer.plan.declared:
+            raise RuntimeError(
+                "optimizer.step() inside micro_batches(): the gradient is there when the loop has ended"
+            )
+        if reducer.given_up:
+            raise RuntimeError(
+                "optimizer.step() after a step that was given up, by an exception or by leaving the loop "
+                "over micro_batches() before its end: there is no gradient. In zip(), micro_batches() has to "
+                "come first"
+            )
     for reducer, members in owned.items():
         if doubts := _doubts(reducer, members):
             _require_same(reducer, doubts)
-
-
-def _no_gradient(reducer: Reduction) -> str | None:
-    """Why there cannot be a gradient to step with, or None."""
-    if reducer.plan is not None and reducer.plan.declared:
-        return "inside micro_batches(): the gradient is there when the loop has ended"
-    if reducer.given_up:
-        return (
-            "after a step that was given up, by an exception or by leaving the loop over micro_batches() "
-            "before its end: there is no gradient. In zip(), micro_batches() has to come first"
-        )
-    return None
 
 
 def _doubts(reducer: Reduction, members: Sequence[tuple[Tensor, Owner]]) -> list[Doubt]:

@@ -1,25 +1,24 @@
-"""From gradients that appear one by one to whole leaves of the sum tree: what all reducers share.
+"""From gradients that appear one by one to complete leaves of the sum tree: what all reducers share.
 
 A leaf is the gradient of one micro-batch, or of all that a rank has accumulated where the loop declares none.
 
-Autograd says when a gradient has been accumulated, but not when it is whole: a parameter that is used in
-two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending it after
-the first time would lose the rest without an error. So the first leaf of all is reduced at the end of
-backward, and its accumulations are counted; from then on a gradient is whole after as many. Whatever does
-not come to its count is reduced at the end of backward, and what goes beyond its count after it has left
-is an error, never a wrong sum.
+Autograd reports each accumulation into a gradient, but not when the gradient is complete: a parameter that
+is used in two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending
+it after the first accumulation would lose the rest without an error. So the very first leaf is reduced at
+the end of backward, and its accumulations are counted; from then on a gradient is complete after as many. A
+gradient with fewer accumulations is reduced at the end of backward; one with more, after it was sent, is an
+error, never a wrong sum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,22 +36,22 @@ from instep.reduce.header import COMPARE, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
+from instep.step.input_digest import InputDigest
 from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.step.running_statistics import RunningStatistics
+from instep.step.unused_parameters import UnusedParameters
 
-SHOWN = 8  # unused parameters, in a message
 COMPARISON = "the comparison of gradients that no exchange has seen"
-Closure: TypeAlias = Callable[[], Any]
-Update: TypeAlias = Callable[[Closure | None], Any]
+Update: TypeAlias = Callable[[Callable[[], Any] | None], Any]
 """Makes a step, with the closure that the optimizer was given, and returns what that has returned."""
 
 
 class Strategy(Protocol):
     """Which gradients travel together, and when: what the reducer asks of a strategy.
 
-    In a step: ``begin``, ``ready`` for each whole bucket during backward, ``finish`` after it.
+    In a step: ``begin``, ``ready`` for each complete bucket during backward, ``finish`` after it.
 
-    ``overlaps``: buckets are told of as soon as they are whole, not only when backward has ended.
+    ``overlaps``: ``ready`` is called as soon as a bucket is complete, not only when backward has ended.
     """
 
     overlaps: bool
@@ -77,7 +76,7 @@ class ReductionOptions:
     caps: Caps = 25
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns, False raises
-    check_replicas: bool = True  # whether ranks compare what they hold alike
+    check_replicas: bool = True  # whether ranks compare their replicated weights
     nodes: NodeFormat = IN_FLOAT32
 
     def __post_init__(self) -> None:
@@ -104,7 +103,7 @@ class StepPlan:
 
 
 class Reduction(ABC):
-    """Counts the gradients of ``parameters`` in, leaf by leaf; subclasses say what becomes of whole ones.
+    """Collects the gradients of ``parameters``, leaf by leaf; subclasses reduce the complete ones.
 
     A step in time order: ``begin``; for each leaf ``open_leaf``, ``arrived`` from the parameters' hooks,
     ``close_leaf``; then ``finish``, after which every gradient is reduced. ``leave`` instead of ``finish``
@@ -127,7 +126,7 @@ class Reduction(ABC):
         "_seen",
         "_expected",
         "_unsteady",
-        "_warned_unused",
+        "_unused",
         "watch",
     )
     exchange: OrderedAllReduce
@@ -165,12 +164,10 @@ class Reduction(ABC):
         self.weight = 1  # this rank's sum of weights, of the micro-batches that have had gradients
         self.shift = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
-        self.statistics: RunningStatistics | None = (
-            None  # are exchanged after the gradients of this reduction
-        )
+        self.statistics: RunningStatistics | None = None  # to be exchanged after the gradients
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
-        self.input_digest: Callable[[], int] = int  # of the inputs of a declared step
-        # Is shown each leaf in a bucket, whole, and the memory that it is in.
+        self.inputs = InputDigest()  # of declared steps
+        # Called with each complete leaf of a bucket, and its memory.
         self.observer: Callable[[int, Any, Tensor], None] | None = None
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
@@ -180,11 +177,11 @@ class Reduction(ABC):
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
         self.gradients = Gradients(self.names, self.parameters, sparse)
-        self._warned_unused: set[int] = set()  # parameters
+        self._unused = UnusedParameters(self.names, group.ranks, warns=group.rank == 0)
 
     @property
     def watch(self) -> ReplicaWatch:
-        """Compares what ranks hold alike, in each exchange."""
+        """Compares replicated weights in each exchange."""
         return self._watch
 
     @watch.setter
@@ -233,11 +230,11 @@ class Reduction(ABC):
         """A leaf begins."""
 
     def _settle(self, i: int) -> None:  # noqa: B027 - it may wait for the others of its bundle
-        """A gradient of parameter i has come, of the open leaf; it may be the first of several."""
+        """A gradient of parameter i has arrived in the open leaf; it may be the first of several."""
 
     @abstractmethod
     def _close(self, bucket: Bundle) -> None:
-        """The gradients of ``bucket`` are whole, of the open leaf."""
+        """The gradients of ``bucket`` are complete in the open leaf."""
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
@@ -247,7 +244,7 @@ class Reduction(ABC):
 
     @property
     def micro_batch(self) -> int | None:
-        """The one whose gradients come now, of a declared step."""
+        """The one of a declared step whose gradients arrive now."""
         return self.leaf if self.plan is not None and self.plan.declared else None
 
     def refusal(self, optimizer: Optimizer) -> str | None:
@@ -262,16 +259,16 @@ class Reduction(ABC):
         """Backward has ended, or (it raised) will not."""
 
     def disable_reporting(self) -> None:
-        """From now on: no observer of leaves, no warning of unused parameters, no look at replicas."""
+        """From now on: no observer of leaves, no warning of unused parameters, no comparison of replicas."""
         self.observer = None
         self.watch = ReplicaWatch(self.group, list, ())
-        self._warned_unused = set(range(len(self.names)))
+        self._unused = UnusedParameters(self.names, self.group.ranks, warns=False)
 
     def begin(self, plan: StepPlan) -> None:
         """A reduction begins; ``weight`` becomes this rank's sum of weights before its buckets leave.
 
         Raises:
-            PeerLost: the group has lost a rank before; what it still owes would be paired with new exchanges.
+            PeerLost: the group has lost a rank before; its unfinished messages would pair with new ones.
         """
         self.recorder.ensure_step()  # also of a rank that has nothing to compute
         if self.plan is not None:  # of the reduction before: its backward raised
@@ -336,7 +333,7 @@ class Reduction(ABC):
                 self._close(bucket)
 
     def close_leaf(self) -> None:
-        """The leaf's backward has ended: what has not been whole until now, is."""
+        """The leaf's backward has ended: every gradient is complete."""
         for bucket in self.buckets:
             if bucket.is_open:
                 bucket.is_open = False
@@ -346,9 +343,9 @@ class Reduction(ABC):
             self._learn()
 
     def first_unlike(self, gradients: Sequence[tuple[str, Tensor]]) -> int | None:
-        """The number of the first of ``gradients``, by name, that not all ranks have alike; None if all do.
+        """The number of the first of ``gradients``, by name, that differs among ranks; None if none does.
 
-        For those that no exchange has seen, because a program has set or reduced them by itself. Collective.
+        For gradients that a program has set or reduced by itself. Collective.
 
         Raises:
             Desync, PeerLost: other ranks have none to compare.
@@ -361,12 +358,12 @@ class Reduction(ABC):
     def rendezvous(self, op: int, operation: str, words: Sequence[int] = ()) -> list[list[int]]:
         """The ``words`` of every rank, once all have reached ``op`` of ``reduce.header.OPERATIONS``.
 
-        For what ranks do together on ``group`` besides reducing. A barrier too. Collective: one message, of
-        the length of a header.
+        Precedes every operation on ``group`` besides reducing; a barrier, too. Collective: one message of the
+        length of a header.
 
         Raises:
-            Desync: a rank has come for something else; raised on every rank alike, at once.
-            PeerLost: a rank did not come.
+            Desync: a rank has reached another operation; raised on every rank at once.
+            PeerLost: a rank did not arrive.
         """
         found: list[list[int]] = []
         self.lane.settle()
@@ -408,18 +405,18 @@ class Reduction(ABC):
                 statistics.exchange(self)
 
     def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
-        """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
+        """In each exchange, ranks compare what they hold. Call it when ``exchange`` is set."""
         self.watch = ReplicaWatch(self.group, held, alike if self.options.check_replicas else ())
 
     def _first_guess(self, i: int) -> int | None:
-        """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
+        """The accumulations of parameter i as long as none are counted; None waits for the end."""
         return None
 
     def _header_of(self, op: int) -> Header:
         return Header(op=op, step=self.steps, exchange=self.exchanges, launched_ns=time.monotonic_ns())
 
     def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0, num_carried: int = 0) -> Header:
-        """What this rank says of ``bucket`` as it leaves; its slots note what is frozen by then."""
+        """This rank's header for ``bucket`` at launch; the slots note which parameters are frozen by then."""
         for slot in bucket.slots:
             slot.frozen = not self.parameters[slot.position].requires_grad
         return Header(
@@ -441,7 +438,7 @@ class Reduction(ABC):
             edited=self._watch.edited,
             num_running=0 if self.statistics is None else len(self.statistics.norms),
             buffers=self.buffers,
-            input_digest=self.input_digest() if plan.declared else 0,
+            input_digest=self.inputs.word if plan.declared else 0,
         )
 
     def _learn(self) -> None:
@@ -467,75 +464,10 @@ class Reduction(ABC):
         )
 
     def _report_unused(self) -> None:
-        """Raise, or warn once of each, where a rank that had gradients had none for some parameters.
-
-        Raises:
-            Desync: a rank had none because the parameter is frozen there, and others had one.
-            ValueError: unused parameters are forbidden.
-        """
-        if self.options.unused:
-            return
-        unused = _find_unused(self.buckets)
-        if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:
-            raise Desync(
-                f"frozen on some ranks alone (requires_grad=False): {self._describe(alone)}; in step "
-                f"{self.steps} other ranks had gradients for them, and the mean would lack a share: freeze "
-                "on every rank alike, or pass find_unused_parameters=True if this is meant"
-            )
-        if unused and self.options.unused is False:
-            raise ValueError(
-                f"no gradient came for {self._describe(unused)} in step {self.steps}, and "
-                "find_unused_parameters=False forbids it: pass True or freeze them"
-            )
-        new = [x for x in unused if x.position not in self._warned_unused]
-        self._warned_unused.update(x.position for x in new)
-        if new and self.group.rank == 0:
-            warnings.warn(
-                f"no gradient came for {self._describe(new)} in step {self.steps}: where other ranks had "
-                "one, zero was averaged in; where none had, .grad was left alone. Pass "
-                "find_unused_parameters=True if this is meant",
-                stacklevel=2,
-            )
-
-    def _describe(self, unused: Sequence[Unused]) -> str:
-        lines = []
-        for x in unused[:SHOWN]:
-            ranks = ", ".join(str(self.group.ranks[r]) for r in x.ranks)
-            lines.append(f"{self.names[x.position]!r} on {f'rank {ranks}' if x.on_some else 'any rank'}")
-        more = f"; and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
-        return "; ".join(lines) + more
+        """All gradients have arrived: which parameters got none? Raises as ``UnusedParameters.report``."""
+        if not self.options.unused:
+            self._unused.report(self.buckets, self.steps, forbidden=self.options.unused is False)
 
 
 def _bytes_of(gradient: Tensor) -> bytes:
     return bytes_of(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-class Unused(NamedTuple):
-    """A parameter that ``ranks`` of the group had no gradient for, though they had others."""
-
-    position: int
-    ranks: list[int]
-    on_some: bool  # others had one
-    frozen: list[int]  # of ``ranks``, those that could not have one, though others had
-
-
-def _find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
-    """Call it after the exchange.
-
-    A rank that had no gradient at all, because no micro-batch or no weight fell to it, is not counted.
-    """
-    if not [1 for bucket in buckets if bucket.presence.count(bucket.every) < len(bucket.presence)]:
-        return []  # as in most steps
-    ranks = range(len(buckets[0].presence))
-    busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]
-    found = []
-    for bucket in buckets:
-        if all(bucket.presence[r] == bucket.every for r in busy):
-            continue
-        for k, slot in enumerate(bucket.slots):
-            without = [r for r in busy if not bucket.presence[r] >> k & 1]
-            if without:
-                on_some = len(without) < len(busy)
-                frozen = [r for r in without if on_some and bucket.frozen[r] >> k & 1]
-                found.append(Unused(slot.position, without, on_some, frozen))
-    return found

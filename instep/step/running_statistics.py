@@ -58,19 +58,16 @@ class Measured(NamedTuple):
 
 
 def tracking_norms(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of ``modules`` that are norms of torch with running statistics."""
-    return [m for m in modules if m._buffers and isinstance(m, _NormBase) and _can_be_measured(m)]
+    """Those of ``modules`` that are norms of torch, with torch's own forward, and track statistics."""
+    norms = (m for m in modules if isinstance(m, _NormBase) and type(m).forward in FORWARDS)
+    tracking = (m for m in norms if m.running_mean is not None and m.running_var is not None)
+    return [m for m in tracking if "forward" not in vars(m)]
 
 
 def running_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The buffers of ``tracking_norms(modules)``, each once."""
     buffers = (norm._buffers[key] for norm in tracking_norms(modules) for key in BUFFERS)
     return list({id(x): x for x in buffers if x is not None}.values())
-
-
-def _can_be_measured(norm: nn.Module) -> bool:
-    tracks = norm.running_mean is not None and norm.running_var is not None
-    return tracks and type(norm).forward in FORWARDS and "forward" not in norm.__dict__
 
 
 class EagerHook(Hook):
