@@ -80,7 +80,7 @@ class Reducer(Reduction):
                 self.comm_hook.finish(self.group)
             if not self._reordered:
                 self._reorder()
-        self._exchange_afterwards()
+        self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
             self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
@@ -106,25 +106,11 @@ class Reducer(Reduction):
         self.watch = ReplicaWatch(self.group, list, ())
         return hook
 
-    def leave(self) -> None:
-        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
-
-        Some of the gradients may be reduced by now, some are whole and some are not: a sum for no rank.
-        """
-        if self.plan is None:
-            return
-        plan, self.plan, self.leaf = self.plan, None, None
+    def _next_header(self, plan: StepPlan) -> Header | None:
         following = next((bucket for bucket in self.buckets if not bucket.launched), None)
-        if following is not None and self.group.size > 1:
-            header = self._header(following, plan)
-            name, exchange = "leaving a step", self.exchange
-            self.lane.submit(name, lambda: exchange.announce_leave(header, name), awaited=False)
-        elif following is None:
-            self._leave_afterwards()
-        self.exchanges += 1
-        self.given_up = True
-        self.gradients.drop()
-        self.local = [False] * len(self.names)
+        return None if following is None else self._header(following, plan)
+
+    def _reset(self) -> None:
         self._make_buckets(self._order)  # the lane may still be writing to the old ones
 
     def abandon(self) -> None:

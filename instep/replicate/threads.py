@@ -39,7 +39,7 @@ from instep.state.alignment import align
 from instep.step.micro_batches import MicroBatch, changed_buffer, count_and_source, require_no_gradients
 from instep.step.nesting import WrappedOnce, require_supported
 from instep.step.parameter_registry import require_read_only
-from instep.step.running_statistics import Measurement, apply, tracking_norms
+from instep.step.running_statistics import RunningStatistics, tracking_norms
 
 T = TypeVar("T")
 INSTEAD = "use instep.DataParallel, which has the same bits in declared steps"
@@ -117,20 +117,23 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
                 raise ValueError(f"parameter {name!r} has a hook, which a replica lacks: {INSTEAD}")
         data = [(None, 1)] * G if source is None else source.read(range(G))
         given = [MicroBatch(i, G, weight, x) for i, (x, weight) in enumerate(data)]
-        norms = tracking_norms(self.module.modules())
+        all_statistics = RunningStatistics()
+        all_statistics.norms = tracking_norms(self.module.modules())
 
-        def compute(own: Sequence[int]) -> list[tuple[T, Gradients, Any]]:
+        def compute(own: Sequence[int]) -> list[tuple[T, Gradients]]:
             weights = {id(p): nn.Parameter(p.detach()) for p in trained.values()}
             copies = replicate(self.module, weights, owns_buffers=False)
-            model, measurement = copies[id(self.module)], Measurement([copies[id(norm)] for norm in norms])
+            model, statistics = copies[id(self.module)], RunningStatistics()
+            statistics.begin(copies[id(norm)] for norm in all_statistics.norms)
             found = []
             for one in (given[i] for i in own):
-                with measurement.open() as statistics:
+                with statistics.leaf(one.index):
                     result = body(model, one)
                 for (name, x), y in zip(self.module.named_buffers(), model.buffers(), strict=True):
                     if not torch.equal(x, y):
                         raise changed_buffer(name)
-                found.append((result, take_gradients(weights.values(), one), statistics))
+                found.append((result, take_gradients(weights.values(), one)))
+            all_statistics.measured |= statistics.measured
             return found
 
         try:
@@ -141,12 +144,12 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
         finally:
             for p in trained.values():
                 p.grad = None
-        results, gradients, measured = zip(*chain(*by_replica), strict=True)
+        results, gradients = zip(*chain(*by_replica), strict=True)
         if not (weight := sum(one.weight for one in given)):
             raise ValueError("the weights of all micro-batches of the step sum to 0: nothing to average")
         for p, total in zip(trained.values(), tree_sum(gradients), strict=True):
             p.grad = None if total is None else (total * (1.0 / weight)).to(p.dtype)
-        apply(norms, dict(enumerate(measured)))
+        all_statistics.apply()
         if source is not None:
             source.advance()
         return list(results)

@@ -28,7 +28,7 @@ from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
-from instep.reduce.header import NORM, UNSCALE
+from instep.reduce.header import NORM, UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.norm import block_square_sums
 from instep.reduce.placeholder import placeholder, was_written
@@ -206,7 +206,7 @@ class SliceReducer(Reduction):
         with self.recorder.span(GRADIENT_SYNC, lane="host"):
             for work in self._works:
                 work.wait()
-        self._exchange_afterwards()
+        self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
             for k in bucket.present_on_some():
@@ -218,23 +218,15 @@ class SliceReducer(Reduction):
         self.given_up = False
         self.plan = None
 
-    def leave(self) -> None:
-        if self.plan is None:
-            return
-        plan, self.plan, self.leaf = self.plan, None, None
-        if self.group.size > 1 and len(self._works) < self._num_exchanges:
-            turn, index = divmod(len(self._works), len(self.buckets))
-            header = self._header(self.buckets[index], plan, turn)
-            name, exchange = "leaving a step", self.exchange
-            self.lane.submit(name, lambda: exchange.announce_leave(header, name), awaited=False)
-        else:
-            self._leave_afterwards()
+    def _next_header(self, plan: StepPlan) -> Header | None:
+        if len(self._works) == self._num_exchanges:
+            return None
+        turn, index = divmod(len(self._works), len(self.buckets))
+        return self._header(self.buckets[index], plan, turn)
+
+    def _reset(self) -> None:
         self._works = []  # one that has failed holds all that it worked on
-        self.exchanges += 1
-        self.given_up = True
-        self.gradients.drop()
         self._carried.clear()
-        self.local = [False] * len(self.names)
 
     def abandon(self) -> None:
         super().abandon()

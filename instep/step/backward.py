@@ -17,7 +17,6 @@ returns, or an input, outlives the forward, and would collect one each time.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -75,7 +74,7 @@ class Backward:
     backwards become events; else the wrapper records them, which knows more.
     """
 
-    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
+    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged")
 
     def __init__(
         self,
@@ -96,7 +95,6 @@ class Backward:
         shares = broadcast and self.reducer.group.size > 1
         self._buffers = SharedBuffers(self.registry, self.reducer.group) if shares else None
         self._exchanged = False  # all that has come since the last optimizer step
-        self._warned = False
         self._runs = False  # a backward
         self._task = NO_TASK  # the outermost one of it
         self._marks: list[Mark] = []  # of the outputs that it has come to
@@ -200,13 +198,6 @@ class Backward:
             )
         if now is not None:
             return
-        if mark.sync != self.sync and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"no_sync was {_on(not mark.sync)} in forward and {_on(not self.sync)} in backward: forward "
-                f"decides, as in DDP: this backward is {'' if mark.sync else 'not '}synchronised",
-                stacklevel=2,
-            )
         if mark.sync and self.reducer.plan is None:
             self._begin()
 
@@ -287,10 +278,6 @@ def release(hooks: Iterable[Any], lane: Lane, *groups: Group) -> None:
     lane.close()
     for group in groups:
         group.close()
-
-
-def _on(switch: bool) -> str:
-    return "on" if switch else "off"
 
 
 def _name(micro_batch: int | None) -> str:

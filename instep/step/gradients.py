@@ -146,8 +146,9 @@ class Gradients:
     def _require_kind(self, i: int, gradient: Tensor, bucket: Bundle) -> None:
         if wire_dtype(gradient.dtype) != bucket.dtype or gradient.device != bucket.device:
             raise ValueError(
-                f"parameter {self.names[i]!r} has a gradient in {gradient.dtype} on {gradient.device}, but "
-                "had another dtype or device when the model was wrapped: convert first, then wrap"
+                f"parameter {self.names[i]!r}: expected a gradient whose sum is in {bucket.dtype} on "
+                f"{bucket.device}, as when the model was wrapped, got {gradient.dtype} on {gradient.device}: "
+                "convert the module before it is wrapped"
             )
 
 
