@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
 from instep.pipeline.actions import (
     BACKWARD,
@@ -221,28 +222,19 @@ def _check_messages(schedule: Schedule, rows: Rows) -> None:
                 )
 
 
-def activations(
-    row: Sequence[Action], kept: float = 1.0, sizes: Sequence[float] | None = None
-) -> list[float]:
+def activations(row: Sequence[Action], kept: float = 1.0) -> list[float]:
     """How many activations a rank holds after each action of its ``row``.
 
     The unit is what one stage keeps of one micro-batch: a forward adds one, a full backward or a
     weight-gradient frees it. An input-gradient frees what only it has needed: all but the share ``kept``.
-    With ``sizes``, by stage, it is not counted but added up.
     """
     change = {FORWARD: 1.0, BACKWARD: -1.0, INPUT_GRADIENT: kept - 1.0, WEIGHT_GRADIENT: -kept}
-    held, after = 0.0, []
-    for action in row:
-        held += change[action.kind] * (1.0 if sizes is None else sizes[action.stage])
-        after.append(held)
-    return after
+    return list(accumulate(change[action.kind] for action in row))
 
 
-def peak_activations(
-    schedule: Schedule, kept: float = 1.0, sizes: Sequence[float] | None = None
-) -> list[float]:
-    """The most activations that each rank holds at any time, in stages times micro-batches, or by size."""
-    return [max(activations(row, kept, sizes), default=0.0) for row in schedule.rows]
+def peak_activations(schedule: Schedule, kept: float = 1.0) -> list[float]:
+    """The most activations that each rank holds at any time, in stages times micro-batches."""
+    return [max(activations(row, kept), default=0.0) for row in schedule.rows]
 
 
 def _check_memory(schedule: Schedule, limits: Sequence[float], kept: float) -> None:

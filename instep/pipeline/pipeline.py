@@ -10,7 +10,7 @@ Each stage's gradients are reduced over the ranks that have the same stage, alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,13 +28,11 @@ from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
-from instep.pipeline.cuts import ADAM, LAYERS
+from instep.pipeline.cuts import LAYERS, edges_of
 from instep.pipeline.first_values import FirstOfLayers
 from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts, is_hidden
-from instep.pipeline.layer_costs import Cutter
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
-from instep.pipeline.proposal import CutProposal
 from instep.pipeline.remote_gradients import RemoteGradients
 from instep.pipeline.runtime import (
     Executor,
@@ -86,12 +84,8 @@ class Pipeline(WrappedOnce, OwnNames):
             your own, a row of actions per rank, as ``str`` of a schedule prints it.
         micro_batches: G of each step, unless ``step`` is given data; the bits depend on it.
         chunks: stages per rank, of "interleaved", by default 2; any other schedule says that itself.
-        cuts: where stages begin: the first layer of each but the first; or "layers", about as many in each,
-            "cost", so that a step takes least, or "memory", so that the rank that holds most holds least.
-        example: what the first layer is called with for one micro-batch, a tuple for several arguments, to
-            measure layers by; the first rank does. For cuts by "cost" and "memory", and ``propose_cuts``.
-        example_loss: the loss of what the last layer gives for ``example``, if that is to be measured, too.
-        moments: numbers that the optimizer keeps per weight, for cuts by "memory": 2 of Adam, 0 of plain SGD.
+        cuts: "layers", about as many in each stage; "cost", about as many parameters; or a list with the
+            first layer of each stage but the first.
         strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters, seed: as for ``DataParallel``.
 
     Raises:
@@ -128,9 +122,6 @@ class Pipeline(WrappedOnce, OwnNames):
         *,
         chunks: int | None = None,
         cuts: str | Sequence[int] = LAYERS,
-        example: Any = None,
-        example_loss: Callable[[Any], Tensor] | None = None,
-        moments: int = ADAM,
         strategy: str = "bucketed",
         bucket_cap_mb: float = 25,
         nodes: str = "float32",
@@ -141,7 +132,7 @@ class Pipeline(WrappedOnce, OwnNames):
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
         self.schedule, self._num_micro_batches, self.next_step = schedule, micro_batches, 0
         self._chunks, self._seed = chunks, seed
-        self._cutter = Cutter(cuts, example, example_loss, moments)
+        self._cuts = cuts if isinstance(cuts, str) else list(cuts)
         self._options = ReductionOptions(
             find(strategy),
             bucket_cap_mb,
@@ -160,15 +151,12 @@ class Pipeline(WrappedOnce, OwnNames):
         with ExitStack() as stack:
             self.group = _closed_by(stack, mesh.world.duplicate())
             self._pp_group = _closed_by(stack, mesh.along["pp"].duplicate())
-            self._layers, schedule = all_or_none(
+            self._layers, schedule, self._edges = all_or_none(
                 self.group, "the preparation of pipelines", self._prepare, errors=(ValueError, TypeError)
             )
             if self.home is None:
                 agree_on_structure(self.module, self._described(), self.group)
                 broadcast_values(self.module, self.group)
-            self._edges = self._cutter.edges(
-                self.module, self._layers, schedule, self.group, is_whole=isinstance(mesh, UnrankedMesh)
-            )
             self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
             self._stage_ranks = ranks = schedule.stage_ranks
             self._channel = StageChannel(self._pp_group, mesh.device)
@@ -193,8 +181,8 @@ class Pipeline(WrappedOnce, OwnNames):
         home.release()
         self.home, self._is_closed = home, False
 
-    def _prepare(self) -> tuple[list[Layer], Schedule]:
-        """The layers, and a schedule with the stages; what this rank may refuse."""
+    def _prepare(self) -> tuple[list[Layer], Schedule, list[int]]:
+        """The layers, a schedule with the stages, and the cut; what this rank may refuse."""
         require_unwrapped(self.module)
         for name, p in self.module.named_parameters():
             if (there := homes.home(p)) is not None and there.replicas is None:
@@ -214,7 +202,12 @@ class Pipeline(WrappedOnce, OwnNames):
                 "some parameters are on the meta device, and others are not: make the whole model there, and "
                 "fill it with materialise(), or give all of them values before the pipeline is made"
             )
-        return layers_of(self.module), self._schedule_of(None)
+        layers, schedule = layers_of(self.module), self._schedule_of(None)
+        if self.home is None:
+            self._sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers]
+        # One stage, until there are ranks.
+        cuts = LAYERS if isinstance(self.mesh, UnrankedMesh) else self._cuts
+        return layers, schedule, edges_of(cuts, self._sizes, schedule.num_stages)
 
     def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
         """That of a step with so many micro-batches in this pipeline."""
@@ -265,7 +258,7 @@ class Pipeline(WrappedOnce, OwnNames):
             "schedule": self.schedule,
             "micro_batches": self._num_micro_batches,
             "chunks": self._chunks,
-            **self._cutter.described(),
+            "cuts": self._cuts,
             "strategy": self._strategy,
             "nodes": str(self._options.nodes),
             "seed": self._seed,
@@ -461,36 +454,6 @@ class Pipeline(WrappedOnce, OwnNames):
         self._require_usable()
         found = evaluate(self._stages, self._stage_ranks, self._channel, self._tied, values)
         return found[0] if len(found) == 1 else found
-
-    def propose_cuts(self, steps: int = 20) -> CutProposal:
-        """Where this pipeline had better be cut, by what the last ``steps`` steps have taken. Collective.
-
-        What each rank took, in its timeline, against the measured costs of its layers says how fast it is;
-        then the simulator tries other cuts. To follow it, make the pipeline with ``cuts=`` what is
-        ``proposed``: the bits stay the same.
-
-        Args:
-            steps: how many of the last ones count; the first of them does not, if there are others.
-
-        Returns:
-            ``CutProposal``: the cut proposed, and what a step takes, measured and predicted. Alike on all
-            ranks.
-
-        Raises:
-            ValueError: the pipeline was made without ``example``, or no step has ended.
-            PeerLost: a rank did not come.
-
-        Example:
-            >>> model = instep.Pipeline(torch.nn.Sequential(torch.nn.Linear(8, 1)), mesh, example=x[:4])
-            >>> optimizer = torch.optim.AdamW(model.parameters())
-            >>> losses = model.step(lambda output, one: output.mean(), lambda one: x[:4], data=2)
-            >>> optimizer.step()
-            >>> model.propose_cuts().proposed
-            ()
-        """
-        return self._cutter.propose(
-            self._edges, self._schedule_of, self.recorder.last_steps(steps), self.group, self._pp_group.rank
-        )
 
     @property
     def placement(self) -> dict[str, Any]:

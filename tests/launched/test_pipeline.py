@@ -66,7 +66,7 @@ def test_what_a_pipeline_does_not_go_with_is_refused_before_a_rank_starts(tmp_pa
             (PP, 2, CUTS, "1,9"),
             "parallel.cuts 1,9: expected 1 of the layers 1 to 3, in order, the first layer of each of ",
         ),
-        ((PP, 2, CUTS, "even"), "parallel.cuts 'even': expected one of layers, cost, memory, or numbers"),
+        ((PP, 2, CUTS, "even"), "parallel.cuts 'even': expected one of layers, cost, or numbers"),
     ):
         ended = train("--steps", 1, "-n", 2, *words, cwd=tmp_path)
         assert ended.code == 2 and message in ended.err
