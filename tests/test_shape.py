@@ -215,7 +215,7 @@ ONE_USER = {
     "instep/pipeline/connections.py",
     "instep/pipeline/first_values.py",
     "instep/pipeline/one_process.py",
-    "instep/pipeline/remote_gradients.py",
+    "instep/pipeline/stage_gradients.py",
     "instep/pipeline/split_backward.py",
     "instep/recipes/images_config.py",
     "instep/recipes/pairs_config.py",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.net.process_group import Group
-from instep.pipeline.home import PipelineHome, hide
+from instep.pipeline.home import PipelineHome, drop_values
 from instep.pipeline.layers import Layer
 from instep.shard.materialise import Init, materialise, prepare
 from instep.step.agreement import broadcast_values
@@ -34,7 +34,15 @@ class FirstOfLayers:
     def fill(self, layers: Sequence[Layer], home: PipelineHome, alike: Group) -> None:
         """Fill what is here; the first of the ranks ``alike``, which have the same, decides. Collective."""
         home.make_room()
-        materialise(self.module, list(_unfilled(self.module, layers, home)), self.init, self.seed)
+        units = list(_unfilled(self.module, layers, home))
+        by_name = []
+        if self.init is not None or hasattr(self.module, "init_parameter"):
+            by_name = units = [unit for unit in units if any(map(home.holds, unit.parameters))]
+        for unit in by_name:  # tied ones may be elsewhere
+            unit.begin_use()
+        materialise(self.module, units, self.init, self.seed)
+        for unit in by_name:
+            unit.hide()
         elsewhere = {id(p) for p in home.parameters if not home.holds(p)}
         broadcast_values(self.module, alike, but=elsewhere)
         home.loaded()
@@ -56,7 +64,9 @@ class UnfilledLayer:
         return self.home.strides_of(parameter)
 
     def begin_use(self) -> None:
-        """Nothing depends on what they show until now."""
+        """Until now they may be absent; those that are elsewhere are again when all is kept."""
+        for p in self.parameters:
+            self.home.give_room(p)
 
     def keep(self, i: int, values: Tensor) -> None:
         p = self.parameters[i]
@@ -66,7 +76,7 @@ class UnfilledLayer:
     def hide(self) -> None:
         for p in self.parameters:
             if not self.home.holds(p):
-                hide(p)
+                drop_values(p)
 
 
 def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledLayer]:

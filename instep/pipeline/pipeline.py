@@ -30,10 +30,9 @@ from instep.pipeline.check import check
 from instep.pipeline.communication import programs
 from instep.pipeline.cuts import LAYERS, edges_of
 from instep.pipeline.first_values import FirstOfLayers
-from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts, is_hidden
+from instep.pipeline.home import NO_VALUES, PipelineHome, guard, is_absent
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
-from instep.pipeline.remote_gradients import RemoteGradients
 from instep.pipeline.runtime import (
     Executor,
     Inputs,
@@ -45,6 +44,7 @@ from instep.pipeline.runtime import (
     read_in_order,
 )
 from instep.pipeline.stage import Stage
+from instep.pipeline.stage_gradients import StageGradients
 from instep.pipeline.tied import TiedParameters, ties_of
 from instep.reduce.node_format import NodeFormat
 from instep.replicate.own_names import OwnNames
@@ -70,9 +70,10 @@ class Pipeline(WrappedOnce, OwnNames):
     gives the same bits, but for the dropout of layers that are no blocks (``rng_block = True``).
 
     At construction ranks compare their models and take those of the first one; then each gives back the
-    memory of the layers that others have. Their parameters stay there by name, and show NaN. After a step
-    ``.grad`` of this rank's parameters is the mean over all micro-batches, and of the others a placeholder,
-    which ``instep.clip_grad_norm_`` and a ``GradScaler`` understand, and ``optimizer.step()`` passes over.
+    memory of the layers that others have. Their parameters stay there by name, without elements: of shape
+    (0, 16) instead of (64, 16). After a step ``.grad`` of this rank's parameters is the mean over all
+    micro-batches, and of the others None, so that ``optimizer.step()`` steps this stage.
+    ``instep.clip_grad_norm_`` clips by the norm over all stages.
 
     Args:
         layers: an ``nn.Sequential``, a list of modules, or a module with a method ``pipeline_layers()``,
@@ -167,12 +168,14 @@ class Pipeline(WrappedOnce, OwnNames):
             home = PipelineHome(self._pp_group, self.group, mesh, named, owners, self.home)
             homes.settle(home)
             stack.callback(homes.leave, home)
+            if not home.has_values and not isinstance(mesh, UnrankedMesh):
+                home.make_room()
             self._tied = TiedParameters(used, ranks, self._pp_group.rank, home, self._channel)
             if self._tied.ties:  # of which it is the model that knows
                 tied = partial(check, replace(schedule, ties=self._tied.ties))
                 all_or_none(self.group, "the schedule of pipelines", tied, errors=(ValueError,))
-            self._remote_gradients = RemoteGradients(home, self.recorder)
-            self._guards = guard_state_dicts(self.module, home)
+            self._gradients = StageGradients(home, self.recorder)
+            self._guards = guard(self.module, home)
             for handle in self._guards:
                 stack.callback(handle.remove)
             self._stages = self._make_stages(stack)
@@ -191,11 +194,14 @@ class Pipeline(WrappedOnce, OwnNames):
                     "fully_shard has not divided, and divide its optimizer's state with "
                     "instep.ShardedOptimizer"
                 )
-            if self.home is None and is_hidden(p):
+            if self.home is None and (is_absent(p) or not (there is None or there.has_values)):
                 raise ValueError(
                     f"parameter {name!r} has no values here, as another pipeline had it on another rank: "
                     "make the model anew, and load its values"
                 )
+        for name, m in self.module.named_modules():
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
+                raise ValueError(f"{name!r} has sparse=True: gradients travel dense, so pass sparse=False")
         from_meta = {p.is_meta for p in self.module.parameters()}
         if len(from_meta) > 1:
             raise ValueError(
@@ -235,7 +241,8 @@ class Pipeline(WrappedOnce, OwnNames):
         """Those of this rank, which ``stack`` closes."""
         blocks = numbered_blocks(self.module, self._layers)
         stages = {}
-        for number, part in enumerate(self._parts):
+        is_later = isinstance(self.mesh, UnrankedMesh) and self._is_unfilled  # when there are ranks
+        for number, part in enumerate([] if is_later else self._parts):
             if self._stage_ranks[number] == self._pp_group.rank:
                 stages[number] = Stage(
                     number,
@@ -243,11 +250,11 @@ class Pipeline(WrappedOnce, OwnNames):
                     _closed_by(stack, self.mesh.data.duplicate()),
                     self.recorder,
                     self._options,
-                    model=self.module,
                     seed=self._seed,
                     blocks=blocks,
                     tied_copies=self._tied.copies(number),
                     tied_owners=self._tied.owners(number),
+                    refusal=self._gradients.refusal,
                 )
                 _closed_by(stack, stages[number])
         return stages
@@ -305,7 +312,7 @@ class Pipeline(WrappedOnce, OwnNames):
         if source is not None:
             source.advance()
         self.next_step = step + 1
-        self._remote_gradients.stand_in()
+        self._gradients.settled()
         return losses
 
     def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
@@ -478,6 +485,8 @@ class Pipeline(WrappedOnce, OwnNames):
             stage.close()
         for handle in self._guards:
             handle.remove()
+        if self.home is not None and not self.home.has_values:
+            self.home.vacate()
         self._pp_group.close()
         self.group.close()
 

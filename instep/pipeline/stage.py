@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
 
 from instep.events import Recorder
 from instep.net.clocks import measure
@@ -25,7 +26,7 @@ from instep.net.process_group import Group
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers
 from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
-from instep.replicate.reducer import Reducer, sparse_positions
+from instep.replicate.reducer import Reducer
 from instep.rng.keys import LeafKeys
 from instep.state.alignment import align
 from instep.step import optimizer_guard
@@ -80,12 +81,20 @@ class Given(torch.autograd.Function):
         return gradient
 
 
+class StageReducer(Reducer):
+    """Reduces the gradients of a stage; ``refuse`` says why an optimizer must not use them."""
+
+    refuse: Callable[[Optimizer], str | None]
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        return self.refuse(optimizer)
+
+
 class Stage:
     """Stage ``number`` of a pipeline: ``layers``, and the ranks of ``group``, which reduce its gradients.
 
     A step is within ``begun``: ``forward`` of each micro-batch, then ``backward``, or ``input_gradients`` and
-    later ``weight_gradients``. ``tied_copies`` and ``tied_owners`` are parameters that several stages of
-    ``model`` use.
+    later ``weight_gradients``. ``tied_copies`` and ``tied_owners`` are parameters that several stages use.
     """
 
     def __init__(
@@ -96,11 +105,11 @@ class Stage:
         recorder: Recorder,
         options: ReductionOptions,
         *,
-        model: nn.Module,
         seed: int,
         blocks: Mapping[nn.Module, int],
         tied_copies: Sequence[TiedCopy] = (),
         tied_owners: Sequence[TiedOwner] = (),
+        refusal: Callable[[Optimizer], str | None] = lambda optimizer: None,
     ) -> None:
         self.number, self.layers, self.group, self.recorder = number, layers, group, recorder
         self.tied_copies, self.tied_owners = tied_copies, tied_owners
@@ -108,9 +117,9 @@ class Stage:
         registry = ParameterRegistry(layers, but=others)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
-        sparse = sparse_positions(model, parameters)
         offsets_ns = measure(group).offsets_ns  # first, as a rank may be lost: a reducer has a thread
-        self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
+        self.reducer = StageReducer(names, parameters, group, recorder, options)
+        self.reducer.refuse = refusal
         self.reducer.exchange.offsets_ns = offsets_ns
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
         recorder.marks = recorder.marks or marks_for(self._device)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from instep.pipeline.actions import RECEIVE_TIED, Action
@@ -107,26 +106,14 @@ class TiedParameters:
         ]
 
     def send(self, action: Action, micro_batch: MicroBatch) -> None:
-        """Begin to send what ``action`` says: a gradient, or that there is none.
-
-        One that is sparse goes as indices and values; the number says whether they are coalesced.
-        """
+        """Begin to send what ``action`` says: a gradient, or that there is none."""
         owner = self.tied[action.tie].stages[0]
         found = self._given.pop((action.tie, action.stage, micro_batch.index))
-        number, tensors = 0, [found]
-        if found is not None and found.is_sparse:
-            number, tensors = int(found.is_coalesced()), [found._indices(), found._values()]
-        self.channel.send(action, self.stage_ranks[owner], number, tensors)
+        self.channel.send(action, self.stage_ranks[owner], 0, [found])
 
     def came(self, action: Action, micro_batch: MicroBatch, received: Received) -> None:
         """``received`` is what ``action`` waited for."""
-        found = [x for x in received.tensors if x is not None]
-        gradient = found[0] if found else None
-        if len(found) == 2:
-            shape, coalesced = self.tied[action.tie].parameter.shape, bool(received.number)
-            gradient = torch.sparse_coo_tensor(
-                found[0], found[1], shape, is_coalesced=coalesced, check_invariants=False
-            )
+        (gradient,) = received.tensors
         self._given[action.tie, action.stage, micro_batch.index] = gradient
 
     @property
@@ -137,11 +124,7 @@ class TiedParameters:
     def _alias(self, i: int) -> nn.Parameter:
         if i not in self._aliases:
             p = self.tied[i].parameter
-            if self._home.holds(p):
-                values = p.data
-            else:
-                strides = self._home.strides_of(p)
-                values = torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device)
+            values = p.data if self._home.holds(p) else self._home.empty_like(p)
             self._aliases[i] = nn.Parameter(values, p.requires_grad)
         return self._aliases[i]
 
@@ -154,8 +137,6 @@ class TiedParameters:
             found = self._given.pop((i, stage, micro_batch.index))
             if total is None or found is None:
                 total = found if total is None else total
-            elif total.is_sparse and not found.is_sparse:
-                total = found + total
             else:
                 total.add_(found)
         return total

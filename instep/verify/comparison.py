@@ -17,6 +17,7 @@ from torch import Tensor
 from instep.memory import as_bytes
 from instep.net.process_group import Group
 from instep.reduce.buckets import wire_dtype
+from instep.state.homes import shape_of
 from instep.verify.gradient_report import GradientFigures, Reference, joined
 from instep.verify.subject import GradientPiece
 
@@ -125,7 +126,7 @@ class GradientComparison:
         parameter = self.parameters[i]
         if mean.total is None:
             dtype = _wide_dtype(parameter)
-            expected = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            expected = torch.zeros(shape_of(parameter), dtype=dtype, device=parameter.device)
         else:
             expected = mean.total
         if reference.present and expected.numel():

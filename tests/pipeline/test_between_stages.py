@@ -243,7 +243,7 @@ def test_a_weight_of_another_stage_is_no_parameter_of_the_loss(mesh: Mesh) -> No
     net = nn.Sequential(Scale(), Scale())
     model = instep.Pipeline(net, mesh)
     with pytest.raises(ValueError if mesh.rank else Desync, match=r"parameter '0.weight' of a Sequential"):
-        model.step(lambda output, _: (output + net[0].weight).sum(), lambda one: X[one.index], data=G)
+        model.step(lambda output, _: output.sum() + net[0].weight.sum(), lambda one: X[one.index], data=G)
     model.close()
 
 

@@ -19,7 +19,7 @@ from instep.mesh.mesh import Mesh
 from instep.pipeline import pipeline
 from instep.pipeline.actions import Action
 from instep.pipeline.channel import StageChannel
-from instep.pipeline.home import is_hidden
+from instep.pipeline.home import is_absent
 from instep.pipeline.stage import Stage
 from instep.step.micro_batches import MicroBatch
 from tests.world import world
@@ -215,7 +215,7 @@ def test_a_pipeline_that_cannot_be_made_leaves_the_model_whole(
         instep.Pipeline(net, mesh, "interleaved", 2)
     mesh.world.group.barrier("both have failed")
     monkeypatch.setattr(pipeline, "Stage", Stage)
-    assert not any(is_hidden(p) for p in net.parameters())
+    assert not any(is_absent(p) for p in net.parameters())
     assert len(net.state_dict()) == 8
     model = instep.Pipeline(net, mesh, "interleaved", 2)
     assert len(step(model)) == 2
