@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from instep.mesh.mesh import Mesh, build
@@ -82,10 +85,11 @@ def train_by_hand(training: Training) -> list[Entry]:
     for step in range(training.num_steps):
         leaves = [MicroBatch(index, training.num_leaves) for index in range(training.num_leaves)]
         gradients = []
-        for micro_batch in leaves:
-            training.leaf_step(module, micro_batch, step)
-            gradients.append([p.grad for p in module.parameters()])
-            module.zero_grad()
+        with norms_by_definition(module):
+            for micro_batch in leaves:
+                training.leaf_step(module, micro_batch, step)
+                gradients.append([p.grad for p in module.parameters()])
+                module.zero_grad()
         scale = 1.0 / sum(micro_batch.weight for micro_batch in leaves)
         for parameter, by_leaf in zip(module.parameters(), zip(*gradients, strict=True), strict=True):
             total = _tree_sum([None if x is None else wide(x) for x in by_leaf])
@@ -93,6 +97,35 @@ def train_by_hand(training: Training) -> list[Entry]:
                 parameter.grad = (total * scale).to(parameter.dtype)
         _update(training, module, optimizer)
     return _kept(module, optimizer)
+
+
+@contextmanager
+def norms_by_definition(module: nn.Module) -> Iterator[None]:
+    """A declared step: running statistics follow those of its forwards, one after the other, at its end."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    before = [[x.clone() for x in m.buffers()] for m in norms]
+    found: list[tuple[Any, Tensor, Tensor]] = []
+
+    def measure(m: Any, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # checkpointing computes it again
+            return
+        function = F.batch_norm if isinstance(m, _BatchNorm) else F.instance_norm
+        mean, variance = torch.zeros_like(m.running_mean), torch.zeros_like(m.running_var)
+        with torch.no_grad():
+            function(args[0], mean, variance, None, None, True, momentum=1.0)
+        found.append((m, mean, variance))
+
+    handles = [m.register_forward_hook(measure) for m in norms]
+    yield
+    for handle, m, values in zip(handles, norms, before, strict=True):
+        handle.remove()
+        for x, value in zip(m.buffers(), values, strict=True):
+            x.copy_(value)
+    for m, mean, variance in found:
+        m.num_batches_tracked += 1
+        weight = 1.0 / float(m.num_batches_tracked) if m.momentum is None else m.momentum
+        m.running_mean.copy_(torch.lerp(m.running_mean, mean, weight))
+        m.running_var.copy_(torch.lerp(m.running_var, variance, weight))
 
 
 def wide(x: Tensor) -> Tensor:

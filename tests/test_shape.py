@@ -133,14 +133,14 @@ BUDGET = {
     "net": 2880,
     "pipeline": 5170,
     "recipes": 1530,
-    "reduce": 2880,
+    "reduce": 2710,
     "replicate": 2860,
     "rng": 410,
     "run": 7300,
     "shard": 7330,
     "shm": 2030,
     "state": 1660,
-    "step": 3290,
+    "step": 3010,
     "timeline": 4930,
     "verify": 960,
 }
@@ -240,7 +240,6 @@ ONE_USER = {
     "instep/shm/collectives.py",
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
-    "instep/step/running_statistics.py",
 }
 
 

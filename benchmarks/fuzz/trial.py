@@ -45,7 +45,7 @@ from instep.shard.shard_groups import shard_group_of
 from instep.state.alignment import align
 from instep.step.micro_batches import MicroBatch
 from tests.far import evenly, hosts
-from tests.parity import _tree_sum, wide, world_of_one
+from tests.parity import _tree_sum, norms_by_definition, wide, world_of_one
 from tests.world import world
 
 IN_WORDS = (ValueError, TypeError, RuntimeError, NotImplementedError, instep.errors.InstepError)
@@ -221,7 +221,7 @@ def by_hand(program: Program) -> State:
     parameters = [p for p in module.parameters() if p.requires_grad]
     for step in range(program.stops[-1]):
         gradients, total = [], 0
-        with keys.step():
+        with keys.step(), norms_by_definition(module):
             for index in range(program.num_micro_batches):
                 micro_batch = MicroBatch(index, program.num_micro_batches)
                 with keys.leaf(step, index):

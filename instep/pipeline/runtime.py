@@ -38,7 +38,7 @@ from instep.pipeline.tied import TiedParameters
 from instep.rng.attributes import reached, within
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan
-from instep.step.watched_norms import find_norms
+from instep.step.running_statistics import running_buffers
 
 DEPTH = 3  # in which modules are looked for that a function has at hand
 END_BYTES = 1 << 32  # at most, of what one rank tells at the end of a step: running statistics
@@ -291,7 +291,7 @@ class StepEnd:
         for part, its in zip(parts, stage_ranks, strict=True):
             for x in part.buffers():
                 ranks[id(x)].add(its)
-        for x in find_norms(module.named_modules())[1]:
+        for x in running_buffers(module.modules()):
             first, *others = sorted(ranks[id(x)])
             if others:
                 name = next(name for name, buffer in module.named_buffers() if buffer is x)

@@ -121,7 +121,7 @@ class OrderedAllReduce:
         return headers
 
     def rendezvous(self, header: Header, words: Sequence[int], name: str) -> list[list[int]]:
-        """The ``words`` of every rank, at most ``NUM_WORDS``, once all ranks have reached ``header.act``.
+        """The ``words`` of every rank, at most ``NUM_WORDS``, once all ranks have reached ``header.op``.
 
         Raises:
             Desync, PeerLost: as ``run``.

@@ -5,7 +5,7 @@ with the wrong numbers, or hang. Therefore every exchange starts with an all-gat
 rank (``exchange_headers`` of the transport). All ranks read the same records, reach the same verdict, and
 raise the same error before any gradient is added.
 
-    | version | declared | step | exchange | bucket | leaves | weight | times | left | ... | act | ... | flags
+    | version | declared | step | exchange | bucket | leaves | weight | times | left | ... | op | ... | flags
 
 Other collective operations of a step start with a header of the same length, so a rank in another operation
 is named at once instead of at the deadline. Their few words replace the flags.
@@ -30,7 +30,7 @@ _WORD = (1 << BITS) - 1
 NUM_WORDS = 4  # at least, in the place of flags
 
 REDUCE, COMPARE, UPDATE, NORM, UNSCALE, BARRIER = range(6)
-ACTS = {
+OPERATIONS = {
     REDUCE: "the exchange of gradients",
     COMPARE: "optimizer.step() with gradients that no exchange has reduced",
     UPDATE: "optimizer.step()",
@@ -59,19 +59,19 @@ class Header(NamedTuple):
     declared_step: int = -1  # key of the random numbers of a declared step
     sampled: int = 0  # digest of a sample of the replicated weights (step/replica_watch.py)
     edited: int = 0  # digest of the number of writes to each since the last optimizer step
-    num_running: int = 0  # buffers whose running statistics follow (step/running_statistics.py)
+    num_running: int = 0  # norms whose running statistics follow (step/running_statistics.py)
     hooked: int = 0  # 1: the user's communication hook reduces, instead of the exchange
-    act: int = REDUCE  # the operation, one of ``ACTS``; a bucket follows ``REDUCE`` only
+    op: int = REDUCE  # the operation, one of ``OPERATIONS``; a bucket follows ``REDUCE`` only
     data_position: int = -1  # of the data source of a declared step
     data_identity: int = 0  # digest of the settings that decide which samples the source reads
     buffers: int = 0  # checksum of the module's buffers, with the last bucket (step/agreement.py)
-    input_digest: int = 0  # of the inputs of this rank's first micro-batches (step/first_inputs.py)
+    input_digest: int = 0  # of the inputs of this rank's first micro-batches (step/input_digest.py)
 
 
 # Field: (what "rank 1" does, fix). A difference in one field causes differences in later ones.
 AGREED = {
     "version": ("uses header version {}", "Install the same version of instep on every host"),
-    "act": (
+    "op": (
         "is in {}",
         "Each rank must do the same in the same order: synchronised backwards, clip_grad_norm_, a "
         "GradScaler's unscale_, optimizer.step(), gradients that are set by hand",
@@ -110,10 +110,10 @@ AGREED = {
         "accumulates into {} existing gradients",
         "Each rank must discard gradients (zero_grad, .grad = None) at the same point of the loop",
     ),
-    "num_running": ("has running statistics of {} buffers", "Track them on every rank, or on none"),
+    "num_running": ("has running statistics of {} norms", "Track them on every rank, or on none"),
 }
 _VALUES: Mapping[str, Mapping[int, str]] = {
-    "act": ACTS,
+    "op": OPERATIONS,
     "declared": {0: "an undeclared step", 1: "a declared step"},
     "hooked": {0: "instep's exchange", 1: "a communication hook"},
 }

@@ -50,7 +50,6 @@ from instep.net.process_group import alone as group_of_one
 from instep.reduce.add_up import add_up
 from instep.reduce.buckets import make_buckets
 from instep.reduce.node_format import NodeFormat
-from instep.reduce.running import Changes, apply
 from instep.reduce.tree import rank_major, sum_of
 from instep.replicate.flat import Flat
 from instep.replicate.own_names import OwnNames
@@ -68,8 +67,8 @@ from instep.step.micro_batches import (
     require_no_gradients,
 )
 from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.running_statistics import Measured, Measurement, apply, tracking_norms
 from instep.step.unregistered import UnregisteredWeights
-from instep.step.watched_norms import Recording, find_norms
 
 T = TypeVar("T")
 Body = Callable[[nn.Module, MicroBatch], T]
@@ -295,8 +294,8 @@ class ThreadedStep:
         self.sparse: set[int] = set()  # parameters with sparse gradients
         self.strays: set[int] = set()  # parameters with a gradient that no replica has received
         self.hooks = [OrderedDict(x._backward_hooks or ()) for x in self.parameters]  # the user's
-        self.norms, self.running = find_norms(self.module.named_modules())
-        self.measured: dict[int, Changes] = {}  # for running statistics, by micro-batch
+        self.norms = tracking_norms(self.module.modules())
+        self.measured: dict[int, list[Measured]] = {}  # for running statistics, by micro-batch
         for buckets in self.buckets:
             for bucket in buckets:
                 bucket.begin(self.num_micro_batches, lambda _: 0)
@@ -309,14 +308,17 @@ class ThreadedStep:
             if hooks:
                 alias._backward_hooks = hooks
         gradients = Gradients(self.names, replica.parameters, ())
-        recording = Recording(self.norms, replica.modules)
+        norms = [replica.modules[id(norm)] for norm in self.norms]
+        for norm in norms:  # a replica shares them with the module
+            for key in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+                setattr(norm, key, getattr(norm, key).copy())
+        measurement = Measurement(norms)
         found = {}
         for index in self.indices[r]:
             micro_batch = self.micro_batches[index]
-            with replica.receives(index), recording.open(shown=True):
+            with replica.receives(index), measurement.open() as self.measured[index]:
                 found[index] = body(replica.module, micro_batch)
             self._check(r, micro_batch, replica)
-            self.measured[index] = recording.changes()
             for bucket in self.buckets[r]:
                 bucket.open(index)
                 assert bucket.leaf is not None
@@ -351,7 +353,7 @@ class ThreadedStep:
             for k, (slot, view) in enumerate(zip(home.slots, home.views(home.home), strict=True)):
                 if any(bucket.slots[k].present for bucket in same):
                     gradients.attach(slot, view, whole=True)
-        apply(self.running, self.measured)
+        apply(self.norms, self.measured)
 
     def _check(self, r: int, micro_batch: MicroBatch, replica: Replica) -> None:
         weight = micro_batch.checked_weight()

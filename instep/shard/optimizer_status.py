@@ -116,7 +116,8 @@ class OptimizerStatus:
         operation = f"the vote on step {self.steps}"
         if self.meeting is not None:
             with self.together():
-                return [Vote(*row) for row in self.meeting.come_to(UPDATE, operation, [*vars(mine).values()])]
+                rows = self.meeting.rendezvous(UPDATE, operation, [*vars(mine).values()])
+                return [Vote(*row) for row in rows]
         found: list[Vote] = []
         self.run(operation, lambda: found.extend(collect(mine, self.group, operation)))
         return found

@@ -264,7 +264,7 @@ class SliceReducer(Reduction):
         own = [block_square_sums(piece).cpu() for piece in self._pieces(placeholders)]
         mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
         data, group = bytes_of(mine), self.ranks.shard_group
-        lengths = dict(zip(self.group.ranks, self.come_to(NORM, GRADIENT_NORM, [len(data)]), strict=True))
+        lengths = dict(zip(self.group.ranks, self.rendezvous(NORM, GRADIENT_NORM, [len(data)]), strict=True))
         everyone: list[bytes] = []
 
         def gather() -> None:
@@ -290,7 +290,7 @@ class SliceReducer(Reduction):
         Collective: 4 bytes."""
         if pieces := list(self._pieces(placeholders)):
             torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inverse_scale)
-        found = self.come_to(UNSCALE, "the check of gradients for what is not finite", [int(found_inf)])
+        found = self.rendezvous(UNSCALE, "the check of gradients for what is not finite", [int(found_inf)])
         found_inf.fill_(max(words[0] for words in found))
 
     def discard(self, placeholders: Sequence[Tensor]) -> None:

@@ -245,7 +245,7 @@ class Sharding:
 
     def barrier(self, operation: str) -> None:
         """No rank returns before all have come; between two steps."""
-        self.reducer.come_to(BARRIER, operation)
+        self.reducer.rendezvous(BARRIER, operation)
 
     def close(self, *, wait: bool = True) -> None:
         """Remove the hooks, end the lane, give back the groups; also happens when it is collected.

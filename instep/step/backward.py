@@ -31,7 +31,7 @@ from instep.net.lane import Lane
 from instep.net.process_group import Group
 from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
-from instep.step.first_inputs import tensors_in
+from instep.step.input_digest import tensors_in
 from instep.step.micro_batches import DeclaredStep
 from instep.step.nesting import require_outermost
 from instep.step.reduction import StepPlan
@@ -105,7 +105,7 @@ class Backward:
             called.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
             called.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
-            declared.statistics.handles,
+            declared.statistics,
             *self._gradient_hooks,
         ]
 

@@ -29,7 +29,7 @@ from instep.mesh.join import warn_of_default_threads
 from instep.reduce.placeholder import slices_of
 from instep.rng.attributes import contents, own_attributes, within
 from instep.rng.keys import LeafKeys
-from instep.step.first_inputs import FirstInputs
+from instep.step.input_digest import InputWatch
 from instep.step.optimizer_guard import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
@@ -145,8 +145,8 @@ class DeclaredStep:
         self.counters = Counters(module)
         self.statistics = RunningStatistics(reducer.group, reducer.lane)
         self.written = WrittenWeights()
-        self.inputs = FirstInputs()
-        reducer.fed = weakly(self._fed)
+        self.inputs = InputWatch()
+        reducer.input_digest = weakly(self._input_digest)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._open: StepPlan | None = None  # of the step that is under way
@@ -159,8 +159,8 @@ class DeclaredStep:
             self._weight_taken = self.micro_batch.checked_weight()
             self.reducer.weight += self._weight_taken
 
-    def _fed(self) -> int:
-        return self.inputs.fed
+    def _input_digest(self) -> int:
+        return self.inputs.digest
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
@@ -210,7 +210,7 @@ class DeclaredStep:
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
             self._check_start(plan.num_leaves)
-            num_running = self.statistics.begin(self.registry.named_modules)
+            num_running = self.statistics.begin(m for _, m in self.registry.named_modules)
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
@@ -463,8 +463,8 @@ def _is_zero(gradient: Tensor) -> bool:
 def changed_buffer(name: str) -> ValueError:
     """What to raise when forward has changed buffer ``name``."""
     return ValueError(
-        f"forward changed buffer {name!r} in a declared step, and not by a norm that can be told apart (of "
-        "torch's classes, not compiled): its values would depend on which rank had which micro-batch. Change "
-        "it by F.batch_norm in a module that names it in running_statistics, keep it in eval() mode, use "
-        "GroupNorm or LayerNorm, or train with plain backward outside of micro_batches()"
+        f"forward changed buffer {name!r} in a declared step: its values would depend on which rank had "
+        "which micro-batch. Only the running statistics of torch's own norms, not compiled, may change: keep "
+        "the layer in eval() mode, use GroupNorm or LayerNorm, or train with plain backward outside of "
+        "micro_batches()"
     )

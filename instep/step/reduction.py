@@ -176,7 +176,7 @@ class Reduction(ABC):
         self.afterwards: PostReduceExchange | None = None  # of this reduction
         self.num_running = 0
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
-        self.fed: Callable[[], int] = int  # what the micro-batches of a declared step were given, in a word
+        self.input_digest: Callable[[], int] = int  # of the inputs of a declared step
         # Is shown each leaf in a bucket, whole, and the memory that it is in.
         self.observer: Callable[[int, Any, Tensor], None] | None = None
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
@@ -245,7 +245,7 @@ class Reduction(ABC):
     def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """Backward has ended, or (it raised) will not."""
 
-    def hush(self) -> None:
+    def disable_reporting(self) -> None:
         """From now on: no observer of leaves, no warning of unused parameters, no look at replicas."""
         self.observer = None
         self.watch = ReplicaWatch(self.group, list, ())
@@ -332,7 +332,7 @@ class Reduction(ABC):
             Desync, PeerLost: other ranks have none to compare.
         """
         mine = [hashlib.sha256(name.encode() + _bytes_of(gradient)).digest() for name, gradient in gradients]
-        self.come_to(COMPARE, COMPARISON)
+        self.rendezvous(COMPARE, COMPARISON)
         found: list[bytes] = []
         self.lane.run(
             COMPARISON, lambda: found.extend(self.group.all_gather_bytes(b"".join(mine), COMPARISON))
@@ -340,8 +340,8 @@ class Reduction(ABC):
         unlike = (i for i in range(len(mine)) if len({its[32 * i : 32 * i + 32] for its in found}) > 1)
         return next(unlike, None if len(set(found)) == 1 else 0)
 
-    def come_to(self, act: int, operation: str, words: Sequence[int] = ()) -> list[list[int]]:
-        """The ``words`` of every rank, once all have come to ``act``, one of ``reduce.header.ACTS``.
+    def rendezvous(self, op: int, operation: str, words: Sequence[int] = ()) -> list[list[int]]:
+        """The ``words`` of every rank, once all have reached ``op`` of ``reduce.header.OPERATIONS``.
 
         For what ranks do together on ``group`` besides reducing. A barrier too. Collective: one message, of
         the length of a header.
@@ -352,7 +352,7 @@ class Reduction(ABC):
         """
         header = Header(
             version=VERSION,
-            act=act,
+            op=op,
             step=self.steps,
             exchange=self.exchanges,
             declared=0,
@@ -438,7 +438,7 @@ class Reduction(ABC):
             edited=self._watch.edited,
             num_running=self.num_running,
             buffers=self.buffers,
-            input_digest=self.fed() if plan.declared else 0,
+            input_digest=self.input_digest() if plan.declared else 0,
         )
 
     def _learn(self) -> None:

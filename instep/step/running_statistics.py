@@ -1,36 +1,148 @@
-"""Batch norm in declared steps: forward measures, and the step's end applies what all micro-batches measured.
+"""Batch norm in declared steps: running statistics that do not depend on the placement.
 
-What forwards measure is written down (``watched_norms.py``); the ranks tell it each other when all gradients
-have arrived, and then every rank applies it in the order of the micro-batches (``reduce/running.py``).
+Batch norm changes its buffers in forward, once per micro-batch:
 
-Until then the buffers are as before the step. So a forward in eval mode within a step computes with the
-statistics of before the step, on any number of ranks, and of a step that is given up nothing is left.
-Forwards count as in a loop without instep: one that checkpointing computes again counts again.
+    running = (1 - momentum) * running + momentum * statistic
 
-It costs one small exchange per step, of the statistics of a rank's micro-batches; without norms, nothing.
+If every rank did so for its own micro-batches, the ranks' buffers would differ. So forward only measures, and
+at the end of the step every rank applies the measurements of all micro-batches, in their order:
+
+    rank 0   measures in micro-batches 0, 1     |  all-gather  |   applies 0, 1, 2, 3
+    rank 1   measures in micro-batches 2, 3     |              |   applies 0, 1, 2, 3
+
+To measure, the forward of a norm runs on scratch buffers with a momentum of 1, which leaves the bare
+statistics there. ``lerp_`` applies them in the dtype of the buffers, with the same bits on all placements; a
+plain loop, where the kernel rounds in its own way, may have other bits.
+
+Until the end of the step the buffers are as before it. So a forward in eval mode within a step computes with
+those, on any number of ranks, and a step that is given up leaves no trace. What checkpointing computes again
+in backward is not measured a second time. The norms are torch's own (``nn.BatchNorm1d``,
+``nn.InstanceNorm2d``, ...); any other buffer that forward changes is refused (``micro_batches.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
 from instep.errors import Desync
 from instep.hook import Hook, weakly
+from instep.memory import bytes_of, tensor_of
 from instep.net.agree import all_tell
 from instep.net.lane import Lane
 from instep.net.process_group import Group
-from instep.reduce.running import Changes, apply, from_bytes, to_bytes
-from instep.step.watched_norms import Recording, find_norms
 
 EXCHANGE = "the exchange of running statistics"
 LIMIT_BYTES = 1 << 32  # of one rank's
+FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Measured(NamedTuple):
+    """What one forward of norm number ``norm`` has measured; ``momentum`` None: a cumulative average."""
+
+    norm: int
+    momentum: float | None
+    mean: Tensor  # (num_features,), in the dtype of the buffer
+    variance: Tensor
+
+
+def tracking_norms(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of ``modules`` that are norms of torch with running statistics."""
+    return [m for m in modules if m._buffers and isinstance(m, _NormBase) and _can_be_measured(m)]
+
+
+def running_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The buffers of ``tracking_norms(modules)``, each once."""
+    buffers = (norm._buffers[key] for norm in tracking_norms(modules) for key in BUFFERS)
+    return list({id(x): x for x in buffers if x is not None}.values())
+
+
+def _can_be_measured(norm: nn.Module) -> bool:
+    tracks = norm.running_mean is not None and norm.running_var is not None
+    return tracks and type(norm).forward in FORWARDS and "forward" not in norm.__dict__
+
+
+class Measurement:
+    """What the forwards of ``norms`` measure within ``open``, in the place of changing their buffers.
+
+    ``remove`` removes the hooks that a norm gets at construction.
+    """
+
+    def __init__(self, norms: Sequence[nn.Module]) -> None:
+        self.norms = norms
+        self._numbers = {id(norm): number for number, norm in enumerate(norms)}
+        self._found: list[Measured] | None = None  # None outside of ``open``
+        self._kept: dict[nn.Module, tuple[float | None, dict[str, Tensor | None]]] = {}
+        self._handles: list[RemovableHandle] = []
+        before, after = EagerHook(weakly(self._before)), EagerHook(weakly(self._after))
+        for norm in norms:
+            # The last before forward and the first after it: the hooks of others see the module as it is.
+            self._handles.append(norm.register_forward_pre_hook(before))
+            self._handles.append(norm.register_forward_hook(after, prepend=True, always_call=True))
+
+    @contextmanager
+    def open(self) -> Iterator[list[Measured]]:
+        """Within a micro-batch; what its forwards have measured."""
+        found: list[Measured] = []
+        self._found = found
+        try:
+            yield found
+        finally:
+            self._found = None
+            for norm in list(self._kept):  # of a forward that was interrupted
+                self._restore(norm)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, norm: Any, args: Any) -> None:
+        if self._found is None or not norm.training or norm in self._kept:
+            return
+        self._kept[norm] = norm.momentum, {key: norm._buffers[key] for key in BUFFERS}
+        norm.momentum = 1.0
+        for key in BUFFERS:
+            if (buffer := norm._buffers[key]) is not None:
+                norm._buffers[key] = torch.zeros_like(buffer)
+
+    def _after(self, norm: Any, args: Any, output: Any) -> None:
+        if norm not in self._kept:
+            return
+        mean, variance = norm.running_mean, norm.running_var
+        momentum = self._restore(norm)
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if self._found is not None and output is not None and not is_recomputed:
+            self._found.append(Measured(self._numbers[id(norm)], momentum, mean, variance))
+
+    def _restore(self, norm: Any) -> float | None:
+        norm.momentum, buffers = self._kept.pop(norm)
+        norm._buffers.update(buffers)
+        momentum: float | None = norm.momentum
+        return momentum
+
+
+class EagerHook(Hook):
+    """A hook that compiled code leaves out, without a break in its graph.
+
+    What a compiled norm does to its buffers is not seen, and the declared step refuses it.
+    """
+
+    def __call__(self, *args: Any) -> Any:
+        if self.function is not None and not is_dynamo_compiling():
+            self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerHook:
+        return EagerHook()
 
 
 class RunningStatistics:
@@ -38,54 +150,33 @@ class RunningStatistics:
 
     A step: ``begin``; each visit of a micro-batch within ``leaf``; ``exchange``, when all gradients have
     arrived, and ``apply``, when nothing can fail any more. Or ``leave`` in the place of ``exchange``.
-    ``handles`` are of the hooks.
+    ``remove`` removes all hooks.
     """
 
     def __init__(self, group: Group, lane: Lane) -> None:
-        self.handles = Handles()
         self._group, self._lane = group, lane
-        self._hooked: WeakSet[nn.Module] = WeakSet()
-        self._recording = Recording([])
-        self._buffers: list[Tensor] = []
-        self._measured: dict[int, Changes] = {}  # by micro-batch
+        self._measurement = Measurement([])
+        self._measured: dict[int, list[Measured]] = {}  # by micro-batch
 
-    def begin(self, named_modules: Iterable[tuple[str, nn.Module]]) -> int:
-        """A step begins, of these; how many buffers it may change, which has to be the same on all ranks."""
-        norms, self._buffers = find_norms(named_modules)
-        self._recording = Recording(norms)
+    def begin(self, modules: Iterable[nn.Module]) -> int:
+        """A step of ``modules`` begins; the number of norms, which has to be the same on all ranks."""
         self._measured = {}
-        for norm in norms:
-            if norm.module not in self._hooked:
-                self._hook(norm.module)
-        return len(self._buffers)
+        norms = tracking_norms(modules)
+        if norms != self._measurement.norms:
+            self._measurement.remove()
+            self._measurement = Measurement(norms)
+        return len(norms)
 
-    def _hook(self, norm: nn.Module) -> None:
-        self._hooked.add(norm)
-        show, hide = EagerHook(weakly(self._show)), EagerHook(weakly(self._hide))
-        # The last before forward and the first after it: the hooks of others see the module as it is.
-        self.handles.add(norm.register_forward_pre_hook(show))
-        self.handles.add(norm.register_forward_hook(hide, prepend=True))
-
-    def _show(self, norm: nn.Module, args: Any) -> None:
-        self._recording.show(norm)
-
-    def _hide(self, norm: nn.Module, args: Any, output: Any) -> None:
-        self._recording.hide(norm)
-
-    def leaf(self, index: int) -> AbstractContextManager[None]:
-        """Around a visit of micro-batch ``index``, to which belongs what forwards measure. Several add up.
-
-        Raises:
-            ValueError: forward has looked at a counter that it changes.
-        """
-        return self._recorded(index) if self._buffers else nullcontext()
+    def leaf(self, index: int) -> AbstractContextManager[object]:
+        """Around a visit of micro-batch ``index``; several visits of one add up."""
+        return self._measuring(index) if self._measurement.norms else nullcontext()
 
     @contextmanager
-    def _recorded(self, index: int) -> Iterator[None]:
-        with self._recording.open():
+    def _measuring(self, index: int) -> Iterator[None]:
+        with self._measurement.open() as found:
             yield
-        if changes := self._recording.changes():
-            self._measured[index] = [*self._measured.get(index, ()), *changes]
+        if found:
+            self._measured.setdefault(index, []).extend(found)
 
     def exchange(self) -> None:
         """Tell the others what the micro-batches of this rank have measured. Collective.
@@ -103,13 +194,16 @@ class RunningStatistics:
     def apply(self) -> None:
         """Every buffer gets its value of after the step."""
         measured, self._measured = self._measured, {}
-        apply(self._buffers, measured)
+        apply(self._measurement.norms, measured)
+
+    def remove(self) -> None:
+        self._measurement.remove()
 
     def _tell(self) -> None:
         everyone = self._gather(lambda: to_bytes(self._measured) if self._measured else b"")
         for rank, data in zip(self._group.ranks, everyone, strict=True):
             if data and rank != self._group.global_rank:
-                self._measured |= from_bytes(data, self._buffers, f"rank {rank}")
+                self._measured |= from_bytes(data, self._measurement.norms, f"rank {rank}")
 
     def _say_goodbye(self) -> None:
         with suppress(Desync):  # its own
@@ -127,29 +221,49 @@ def _has_left() -> bytes:
     )
 
 
-class Handles:
-    """Handles of hooks that come one by one, and are removed together."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+def to_bytes(by_micro_batch: Mapping[int, Sequence[Measured]]) -> bytes:
+    """The message that ``from_bytes`` reads: a line of JSON, then means and variances."""
+    every = [(index, x) for index, found in by_micro_batch.items() for x in found]
+    rows = json.dumps([[index, x.norm, x.momentum] for index, x in every]).encode()
+    return rows + b"\n" + b"".join(bytes_of(values) for _, x in every for values in (x.mean, x.variance))
 
 
-class EagerHook(Hook):
-    """A hook that compiled code leaves out, without a break in its graph.
+def from_bytes(data: bytes, norms: Sequence[Any], whose: str) -> dict[int, list[Measured]]:
+    """What another rank, ``whose``, has measured in each of its micro-batches.
 
-    What a compiled norm does to its buffers is not seen, and the declared step refuses it.
+    Raises:
+        Desync: a rank with the same norms would not send this.
     """
+    at = data.find(b"\n") + 1
+    found: dict[int, list[Measured]] = {}
+    try:
+        for index, number, momentum in json.loads(data[:at]):
+            if not 0 <= number < len(norms):
+                raise ValueError(f"there is no norm {number}")
+            values = []
+            for buffer in (norms[number].running_mean, norms[number].running_var):
+                values.append(tensor_of(data[at : at + buffer.nbytes], buffer.dtype).view(buffer.shape))
+                at += buffer.nbytes
+            found.setdefault(int(index), []).append(Measured(number, momentum, *values))
+        if at != len(data):
+            raise ValueError(f"expected {at} bytes, got {len(data)}")
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Desync(
+            f"{whose} sent running statistics of other norms than this rank has: build the same modules on "
+            "every rank"
+        ) from error
+    return found
 
-    def __call__(self, *args: Any) -> Any:
-        if self.function is not None and not is_dynamo_compiling():
-            self.function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EagerHook:
-        return EagerHook()
+def apply(norms: Sequence[Any], by_micro_batch: Mapping[int, Sequence[Measured]]) -> None:
+    """Change the buffers of ``norms`` by the measurements of all micro-batches, in their order."""
+    for index in sorted(by_micro_batch):
+        for x in by_micro_batch[index]:
+            norm = norms[x.norm]
+            count, momentum = norm.num_batches_tracked, x.momentum
+            if count is not None:
+                count.add_(1)
+            if momentum is None:
+                momentum = 0.0 if count is None else 1.0 / int(count)
+            norm.running_mean.lerp_(x.mean.to(norm.running_mean.device), momentum)
+            norm.running_var.lerp_(x.variance.to(norm.running_var.device), momentum)

@@ -61,7 +61,7 @@ def test_ranks_that_differ_only_in_what_is_their_own_agree():
     assert disagreement([GOOD, other, GOOD], [4, 5, 6]) is None
 
 
-@pytest.mark.parametrize("field", sorted(set(AGREED) - {"act"}))
+@pytest.mark.parametrize("field", sorted(set(AGREED) - {"op"}))
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_the_odd_rank_is_named_with_both_values(field, odd):
     ranks = [10, 20, 30]
@@ -87,7 +87,7 @@ def test_the_first_thing_that_differs_is_told_with_its_fix():
 
 
 def test_ranks_that_do_different_things_are_told_what_in_words():
-    steps = GOOD._replace(act=UPDATE)
+    steps = GOOD._replace(op=UPDATE)
     assert str(disagreement([steps, GOOD, steps], [4, 5, 6])).startswith(
         "the ranks are out of step: rank 5 is in the exchange of gradients; ranks 4, 6: optimizer.step(). "
     )

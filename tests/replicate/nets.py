@@ -169,24 +169,8 @@ class Residual(nn.Module):
         return self.out(x.mean((2, 3)))
 
 
-class OwnNorm(nn.Module):
-    """A norm of one's own, that says which buffers hold its running statistics."""
-
-    running_statistics = ("mean", "variance", "num_forwards")
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(num_features))
-        self.register_buffer("variance", torch.ones(num_features))
-        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_forwards += 2
-        return F.batch_norm(x, self.mean, self.variance, training=self.training, momentum=0.2)
-
-
 class Norms(nn.Module):
-    """Running statistics of all kinds: averages, of instances, in bfloat16, of one's own, of another layout;
+    """Running statistics of all kinds: averages, of instances, in bfloat16, of another layout;
     one norm is used twice, one is checkpointed, one sees forwards without gradients, one is in eval mode."""
 
     def __init__(self) -> None:
@@ -194,7 +178,6 @@ class Norms(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.twice = nn.BatchNorm1d(WIDTH)
         self.average = nn.BatchNorm1d(WIDTH, momentum=None, affine=False)
-        self.own = OwnNorm(WIDTH)
         self.instances = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
         self.transposed = nn.BatchNorm1d(3)
         self.volume = nn.BatchNorm3d(2)
@@ -207,7 +190,7 @@ class Norms(nn.Module):
             self.average(x + 1)
         x = self.twice(self.twice(self.first(x)) ** 2)  # (4, WIDTH)
         x = x + checkpoint(self.average, x, use_reentrant=False)
-        x = self.frozen(x) + self.own(x)
+        x = self.frozen(x) + x
         x = x + self.instances(x.view(4, 2, 3)).view(4, WIDTH)
         x = x + self.transposed(x.view(4, 2, 3).transpose(1, 2)).transpose(1, 2).reshape(4, WIDTH)
         x = x + self.volume(x.view(4, 2, 3, 1, 1)).view(4, WIDTH)

@@ -17,7 +17,7 @@ from instep.data.loader import Loader
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
-from instep.step import first_inputs
+from instep.step import input_digest
 from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense
@@ -181,6 +181,6 @@ def test_ranks_that_read_disjoint_shares_cannot_be_told_from_right_ones(mesh: Me
 
 def test_nothing_is_looked_at_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(first_inputs, "_digest", lambda tensors: looked.append(1) or len(looked))
+    monkeypatch.setattr(input_digest, "_digest", lambda tensors: looked.append(1) or len(looked))
     on(world_of_one(), by_index(samples()))
-    assert len(looked) == first_inputs.LOOKED * NUM_MICRO_BATCHES < NUM_STEPS * NUM_MICRO_BATCHES
+    assert len(looked) == input_digest.LOOKED * NUM_MICRO_BATCHES < NUM_STEPS * NUM_MICRO_BATCHES

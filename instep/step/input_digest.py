@@ -44,7 +44,7 @@ FIX = (
 )
 
 
-class Fed(NamedTuple):
+class InputDigest(NamedTuple):
     """What a rank tells of its inputs: a digest of its first ones, 0 for nothing; has it had others since?"""
 
     digest: int
@@ -55,20 +55,20 @@ class Fed(NamedTuple):
         return self.digest << 1 | self.varied
 
     @classmethod
-    def of(cls, word: int) -> Fed:
+    def of(cls, word: int) -> InputDigest:
         """Back from the number."""
         return cls(word >> 1, bool(word & 1))
 
 
-class FirstInputs:
+class InputWatch:
     """Watches what the forwards of this rank's micro-batches are given, in the first declared steps.
 
     A step: ``begin``; for each micro-batch ``opened``, and ``given`` in every forward, of which the first
-    counts; then ``compare``, with what all ranks have told by then. ``fed`` is what this rank has to tell.
+    counts; then ``compare``, with what all ranks have told by then. ``digest`` is what this rank has to tell.
     """
 
     def __init__(self) -> None:
-        self.fed = 0
+        self.digest = 0
         self._steps = 0
         self._waits = False  # for the first forward of the open micro-batch
         self._now: list[int] = []  # digests of the micro-batches of this step
@@ -82,7 +82,7 @@ class FirstInputs:
         self._steps = self._steps + 1 if looks else LOOKED + 1
         self._waits, self._now = False, []
         self._leaves, self._firsts_own = self._leaves or leaves, leaves[0]
-        self.fed = 0
+        self.digest = 0
 
     def opened(self) -> None:
         """A micro-batch begins."""
@@ -100,7 +100,7 @@ class FirstInputs:
         if len(set(self._now)) < len(self._now) and len(set(self._now)) > 1:
             self._comes_round = True
         known = not self._comes_round and 0 not in self._seen
-        self.fed = Fed(self._seen[0], len(self._seen) > 1).word() if known else 0
+        self.digest = InputDigest(self._seen[0], len(self._seen) > 1).word() if known else 0
 
     def compare(self, said: Sequence[int], ranks: Sequence[int]) -> None:
         """The step has been made, and the ranks of the group, ``ranks``, have ``said`` this: warn?
@@ -109,7 +109,7 @@ class FirstInputs:
         """
         if self._steps > LOOKED or not self._now:
             return
-        mine = Fed.of(self.fed)
+        mine = InputDigest.of(self.digest)
         if mine.digest and mine.varied and len(self._now) > 1 and len(set(self._now)) == 1:
             self._warn(
                 f"micro-batches {' and '.join(map(str, self._firsts_own[:2]))} of a declared step were given "
@@ -119,7 +119,7 @@ class FirstInputs:
         busy = [r for r, leaves in enumerate(self._leaves) if leaves]
         if len(said) != len(ranks) or len(busy) < 2:
             return
-        told = [Fed.of(said[r]) for r in busy]
+        told = [InputDigest.of(said[r]) for r in busy]
         if mine.digest and len({each.digest for each in told}) == 1 and any(each.varied for each in told):
             first, second = busy[:2]
             self._warn(
