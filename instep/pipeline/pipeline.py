@@ -160,7 +160,10 @@ class Pipeline(WrappedOnce, OwnNames):
                 broadcast_values(self.module, self.group)
             self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
             self._stage_ranks = ranks = schedule.stage_ranks
-            self._channel = StageChannel(self._pp_group, mesh.device)
+            # By NCCL, messages of each direction have a group of their own (``connections.py``).
+            num_ways = 2 * (self._pp_group.backend == "nccl" and mesh.device.type == "cuda")
+            ways = [_closed_by(stack, mesh.along["pp"].duplicate()) for _ in range(num_ways)]
+            self._channel = StageChannel(self._pp_group, mesh.device, ways)
             self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)
@@ -487,8 +490,8 @@ class Pipeline(WrappedOnce, OwnNames):
             handle.remove()
         if self.home is not None and not self.home.has_values:
             self.home.vacate()
-        self._pp_group.close()
-        self.group.close()
+        for group in (*self._channel.directions, self._pp_group, self.group):
+            group.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -111,38 +111,27 @@ class Executor:
     def execute(self, plan: StepPlan, program: Callable[[], Sequence[Action]]) -> Losses:
         """Do what ``program()`` says (see ``pipeline/communication.py``), and reduce gradients by ``plan``;
         the losses in order. The other ranks are told if it fails."""
-        try:
-            data = plan.data_identity, plan.data_position
-            self.channel.begin(self.task.step, plan.num_leaves, data)
+        data = plan.data_identity, plan.data_position
+        with self.channel.begun(self.task.step, plan.num_leaves, data), ExitStack() as stack:
             with _waits(self.recorder):
                 self.tied.refresh()
-            with ExitStack() as stack:
-                for stage in self.stages.values():
-                    stack.enter_context(stage.begun(plan))
-                actions = program() if self.task.own else ()
-                left = Counter(action.micro_batch for action in actions)
-                for action in actions:
-                    with self._named(action):
-                        self._execute[action.kind](action)
-                    left[action.micro_batch] -= 1
-                    if not left[action.micro_batch]:
-                        self._known.pop(action.micro_batch, None)
-                with _waits(self.recorder):
-                    self.channel.flush()
-        except BaseException as error:
-            self.channel.leave(error)
-            raise
+            for stage in self.stages.values():
+                stack.enter_context(stage.begun(plan))
+            actions = program() if self.task.own else ()
+            left = Counter(action.micro_batch for action in actions)
+            for action in actions:
+                try:
+                    self._execute[action.kind](action)
+                except Exception as error:
+                    leaf = self.task.own[action.micro_batch]
+                    error.add_note(f"in {action}, of micro-batch {leaf}, in stage {action.stage}")
+                    raise
+                left[action.micro_batch] -= 1
+                if not left[action.micro_batch]:
+                    self._known.pop(action.micro_batch, None)
+            with _waits(self.recorder):
+                self.channel.flush()
         return {leaf: self._losses[leaf] for leaf in self.task.own if self._losses}
-
-    @contextmanager
-    def _named(self, action: Action) -> Iterator[None]:
-        """An error inside says where it was."""
-        try:
-            yield
-        except Exception as error:
-            leaf = self.task.own[action.micro_batch]
-            error.add_note(f"in {action}, of micro-batch {leaf}, in stage {action.stage}")
-            raise
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = self._of(action)
@@ -376,8 +365,7 @@ def evaluate(
 ) -> Values:
     """What the model gives for ``values``, on all ranks; they are as for an ``Executor``. Collective."""
     rank, last = channel.group.rank, stage_ranks[-1]
-    try:
-        channel.begin(EVALUATION)
+    with channel.begun(EVALUATION):
         tied.refresh()
         for number, (before, its) in enumerate(pairwise([stage_ranks[0], *stage_ranks])):
             if rank == before != its:
@@ -392,9 +380,6 @@ def evaluate(
                 if other != last:
                     channel.send_values(values, other)
         channel.flush()
-    except BaseException as error:
-        channel.leave(error)
-        raise
     return values
 
 
