@@ -25,7 +25,7 @@ from instep.net.agree import all_or_none
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.home import PipelineHome
-from instep.pipeline.layers import Layer, Layers, numbered_blocks
+from instep.pipeline.layers import Layer, Layers, numbered_blocks, replaced
 from instep.pipeline.runtime import StepTask
 from instep.pipeline.stage import Stage
 from instep.rng.keys import LeafKeys
@@ -120,19 +120,15 @@ class PipelineTrial:
     @contextmanager
     def _whole(self) -> Iterator[WholeModel]:
         """All layers, with values on the first rank. Collective."""
-        whole = WholeModel(Layers(self.layers), {})
+        instead: dict[int, nn.Parameter] = {}
         for p in self.home.parameters:
             values = self.home.fetch(p)
             if self.group.rank == 0:
                 own = with_strides(values, self.home.strides_of(p))
-                whole.instead[id(p)] = p, nn.Parameter(own, p.requires_grad)
-        try:
-            for p, alias in whole.instead.values():
-                whole.layers.replace(p, alias)
-            yield whole
-        finally:
-            for p, alias in whole.instead.values():
-                whole.layers.replace(alias, p)
+                instead[id(p)] = nn.Parameter(own, p.requires_grad)
+        layers = Layers(self.layers)
+        with replaced(layers.places(instead)):
+            yield WholeModel(layers, instead)
 
 
 @dataclass
@@ -140,7 +136,7 @@ class WholeModel:
     """``layers``, in which others stand ``instead`` of parameters, by their identity."""
 
     layers: Layers
-    instead: dict[int, tuple[Tensor, nn.Parameter]]
+    instead: dict[int, nn.Parameter]
 
     @property
     def device(self) -> torch.device:
@@ -157,9 +153,9 @@ class WholeModel:
             if loss.requires_grad:
                 with torch.autocast(self.device.type, enabled=False):
                     loss.backward()
-        found = {key: alias.grad for key, (_, alias) in self.instead.items()}
-        for _, alias in self.instead.values():
-            alias.grad = None
+        found = {key: other.grad for key, other in self.instead.items()}
+        for other in self.instead.values():
+            other.grad = None
         return micro_batch.checked_weight(), found
 
 

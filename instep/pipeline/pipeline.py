@@ -167,7 +167,7 @@ class Pipeline(WrappedOnce, OwnNames):
             self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)
-            owners = [ranks[stages[0]] for _, _, stages in used]
+            owners = [ranks[stages[0]] for _, stages in used]
             home = PipelineHome(self._pp_group, self.group, mesh, named, owners, self.home)
             homes.settle(home)
             stack.callback(homes.leave, home)
@@ -255,8 +255,7 @@ class Pipeline(WrappedOnce, OwnNames):
                     self._options,
                     seed=self._seed,
                     blocks=blocks,
-                    tied_copies=self._tied.copies(number),
-                    tied_owners=self._tied.owners(number),
+                    tied=self._tied,
                     refusal=self._gradients.refusal,
                 )
                 _closed_by(stack, stages[number])

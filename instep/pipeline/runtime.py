@@ -184,7 +184,7 @@ class Executor:
         self.channel.send(action, to, weight, tensors)
 
     def _send_tied(self, action: Action) -> None:
-        self.tied.send(action, self._micro_batch(action))
+        self.tied.send(action, self.task.own[action.micro_batch])
 
     def _post(self, action: Action) -> None:
         self.channel.post(action, self.stage_ranks[send_of(action).stage])
@@ -219,7 +219,7 @@ class Executor:
         """The gradients that other ranks have of parameters of this stage, before it adds its own."""
         for receive in self.tied.receives(action):
             arrival = self._take(receive, action.stage)
-            self.tied.came(receive, self._micro_batch(receive), arrival)
+            self.tied.came(receive, self.task.own[receive.micro_batch], *arrival.tensors)
 
     def _take(self, receive: Action, stage: int) -> Received:
         """What has come for ``stage``; the timeline is told for how long it was waited for."""
