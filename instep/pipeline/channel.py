@@ -128,7 +128,7 @@ class StageChannel:
             TypeError, ValueError: as ``Route.describe``.
         """
         route = self._routes[to, action.kind, action.stage, action.tie]
-        there, trained, rows, found = route.describe(action, tensors, is_fixed=action.stage != NO_STAGE)
+        there, trained, rows, found = route.describe(action, tensors)
         said = number, time.monotonic_ns(), len(tensors), there, trained, len(rows) // ROW
         self._way.send(to, MessageHead._make((*self._key(action), *said)), rows, found)
 

@@ -102,9 +102,12 @@ class TensorSpec(NamedTuple):
             bool(on_device), DTYPES[dtype], tuple(rest[:ndim]), tuple(rest[MAX_DIMS : MAX_DIMS + ndim])
         )
 
+    def looks_like(self, other: TensorSpec) -> bool:
+        """Whether they differ by the order of memory at most."""
+        return self[:3] == other[:3]
+
     def __str__(self) -> str:
-        order = "" if self.strides == contiguous(self.shape) else f" with strides {self.strides}"
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}{order}"
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
 class Described(NamedTuple):
@@ -119,7 +122,7 @@ class Described(NamedTuple):
 class Route:
     """How tensors look that travel between two ranks, by their place in a message; None: not known yet.
 
-    ``fixed`` is what both ends knew when the step began.
+    ``specs`` were described last, ``fixed`` are those that both ends knew when the step began.
     """
 
     def __init__(self) -> None:
@@ -133,19 +136,14 @@ class Route:
         sizes = (round_up(spec.nbytes, ALIGN) for spec in self.fixed if spec is not None)
         self.packet_bytes = max(FIRST_BYTES, HEAD_BYTES + sum(sizes) + WORD)
 
-    def describe(
-        self, action: Action, tensors: Sequence[Tensor | None], *, is_fixed: bool = True
-    ) -> Described:
-        """``tensors``, to be sent as ``action``.
+    def describe(self, action: Action, tensors: Sequence[Tensor | None]) -> Described:
+        """``tensors``, to be sent as ``action``; with rows, unless all look as both ends know.
 
         Raises:
-            TypeError, ValueError: they cannot be sent, or unless ``is_fixed`` is False look otherwise than
-                the first ones.
+            TypeError, ValueError: they cannot be sent, or have other shapes than the first ones.
         """
         there = trained = 0
-        found: list[tuple[TensorSpec, Tensor]] = []
-        rows: list[int] = []
-        is_known = True
+        found: dict[int, tuple[TensorSpec, Tensor]] = {}
         for i, x in enumerate(tensors):
             if x is None:
                 continue
@@ -156,36 +154,32 @@ class Route:
             x = x.detach()
             if not x.is_contiguous():
                 x = with_strides(x, dense_strides(x))
-            spec = TensorSpec(is_on_device(x), x.dtype, tuple(x.shape), x.stride())
-            if is_fixed and self.specs[i] not in (None, spec):
+            spec, known = TensorSpec(is_on_device(x), x.dtype, tuple(x.shape), x.stride()), self.specs[i]
+            if known is not None and not spec.looks_like(known) and action.stage != NO_STAGE:
                 raise ValueError(
                     f"{action}: stage {action.stage} sends a tensor of {spec}, and the first micro-batch had "
-                    f"{self.specs[i]}: what goes between stages has the same shape in every micro-batch: pad "
-                    "the inputs, or what this stage gives"
+                    f"{known}: what goes between stages has the same shape in every micro-batch: pad the "
+                    "inputs, or what this stage gives"
                 )
-            is_known = is_known and self.fixed[i] is not None and is_fixed
-            self.specs[i] = spec
-            found.append((spec, x))
-        if not is_known:
-            for spec, _ in found:
+            found[i] = spec, x
+        rows: list[int] = []
+        if action.stage == NO_STAGE or any(self.fixed[i] != spec for i, (spec, _) in found.items()):
+            for i, (spec, _) in found.items():
+                self.specs[i] = spec
                 rows += spec.row()
-        return Described(there, trained, rows, [x.as_strided((x.numel(),), (1,)) for _, x in found])
+        return Described(there, trained, rows, [x.as_strided((x.numel(),), (1,)) for _, x in found.values()])
 
     def understand(self, head: MessageHead, rows: Sequence[int]) -> list[TensorSpec]:
         """The specs of the tensors that are there."""
-        places = [i for i in range(MAX_TENSORS) if head.there >> i & 1]
+        places = [i for i in range(head.num_tensors) if head.there >> i & 1]
         for k, i in enumerate(places if head.num_rows else ()):
             self.specs[i] = TensorSpec.from_row(rows[k * ROW : (k + 1) * ROW])
-        return [spec for i in places if (spec := self.specs[i]) is not None]
+        known = self.specs if head.num_rows else self.fixed
+        return [spec for i in places if (spec := known[i]) is not None]
 
 
 def is_on_device(x: Tensor) -> bool:
     return not x.is_cpu
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _not_sendable(action: Action, tensors: Sequence[object]) -> Exception:

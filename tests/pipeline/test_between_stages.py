@@ -248,6 +248,23 @@ def test_a_micro_batch_of_another_shape_is_refused(backend: str, shapes: list[tu
     refused()
 
 
+@world(2, pp=2, dp=1, backend="gloo")
+def test_the_order_in_memory_may_change(mesh: Mesh) -> None:
+    """That of a dimension of one element is anything."""
+    channel, route = StageChannel(mesh.along["pp"].group), Action(0, "SEND_F", 0)
+    plain, turned = X[0].clone(), X[0].T.clone().T
+    for number, sent in enumerate(([plain, plain], [plain, turned, plain], [turned], [plain, turned])):
+        with channel.begun(number):
+            for k, x in enumerate(sent):
+                if mesh.rank == 0:
+                    channel.send(route._replace(micro_batch=k), 1, 0, [x])
+                else:
+                    channel.post(Action(1, "RECV_F", k), 0)
+                    (came,) = channel.take(Action(1, "RECV_F", k), 0).tensors
+                    assert came is not None and came.stride() == x.stride() and torch.equal(came, x)
+            channel.flush()
+
+
 class Passed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
