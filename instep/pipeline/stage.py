@@ -265,9 +265,15 @@ class Stage:
     def _span(self, kind: str, micro_batch: MicroBatch) -> Any:
         return self.recorder.span(SPANS[kind], lane="compute", leaf=micro_batch.index, stage=self.number)
 
+    def _visit(
+        self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False
+    ) -> AbstractContextManager[object]:
+        visit = self.declared.visit(micro_batch, gradients=gradients, last=last)
+        return self._with_copies(visit) if self._places else visit
+
     @contextmanager
-    def _visit(self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False) -> Iterator[None]:
-        with self.declared.visit(micro_batch, gradients=gradients, last=last), replaced(self._places):
+    def _with_copies(self, visit: AbstractContextManager[object]) -> Iterator[None]:
+        with visit, replaced(self._places):
             yield
 
     @contextmanager
