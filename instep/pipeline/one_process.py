@@ -1,17 +1,17 @@
 """One step of a pipeline, whose gradients are compared with those of one process.
 
     rank 0    its stages' part of the schedule -> gradients     all layers, micro-batch after micro-batch: r
-    rank 1    its stages' part of the schedule -> gradients     compare theirs with r, one after the other
+    rank 1    its stages' part of the schedule -> gradients     all layers, micro-batch after micro-batch: r
 
-For the reference the first rank has all layers for a while, with weights that the others have sent, in
-parameters of their own, on which no hook sits. Micro-batches have the random numbers that they have in a
-step. Afterwards all is as it was.
+For the reference every rank has all layers for a while, with weights that the others have sent, in parameters
+of their own, on which no hook sits. Micro-batches have the random numbers of a step. Afterwards everything is
+as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.errors import InstepError
 from instep.memory import as_bytes
-from instep.net.agree import all_or_none
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.home import PipelineHome
@@ -30,10 +28,9 @@ from instep.pipeline.runtime import StepTask
 from instep.pipeline.stage import Stage
 from instep.rng.keys import LeafKeys
 from instep.state.homes import with_strides
-from instep.verify.comparison import GradientComparison, Mean
-from instep.verify.gradient_report import Report, make_report
-from instep.verify.subject import GradientPiece, Value
-from instep.verify.trial import differing_values
+from instep.verify.comparison import Part, compare
+from instep.verify.gradient_report import Report
+from instep.verify.subject import GradientPiece
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class PipelineTrial:
     """One call of ``Pipeline.verify``, over the ranks of ``group``.
 
     ``layers`` are those of ``module``, and ``stages`` this rank's, whose parameters are in ``home``; it has a
-    part of copy number ``copy`` of the gradient. ``seed`` keys random numbers; ``rtol`` and ``floor`` as of a
-    ``GradientComparison``.
+    part of copy number ``copy`` of the gradient. ``seed`` keys random numbers; ``rtol`` and ``floor`` as for
+    ``compare``.
     """
 
     module: nn.Module
@@ -60,45 +57,30 @@ class PipelineTrial:
 
         Collective.
         """
-        values = [value for stage in self.stages.values() for value in stage.values]
+        named = dict(zip(self.home.names, self.home.parameters, strict=True))
+        trained = {name: p for name, p in named.items() if p.requires_grad}
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_restored(self.module.buffers()))
             for stage in self.stages.values():
                 stack.enter_context(stage.on_trial()).begin()
-            odd = differing_values(values, self.group)
-            buffers = [Value(name, 0, x) for name, x in self.module.named_buffers()]
-            odd_buffers = differing_values(buffers, self.group)
-            execute()
-            comparison = self._comparison()
-            ours = [
-                (GradientPiece.whole(i, p), p.grad)
-                for i, p in enumerate(comparison.parameters)
-                if self.home.holds(p)
-            ]
-            references, copies = comparison.of(ours, self._means(task, comparison.parameters))
-        return make_report(
-            references,
-            copies,
-            self.group.size,
-            strategy=strategy,
-            ordered=True,
-            differing=odd,
-            differing_buffers=odd_buffers,
-        )
+            parts = stack.enter_context(closing(self._reference(task, [*trained.values()])))
+            return compare(
+                self.group,
+                trained,
+                self.copy,
+                [GradientPiece.whole(i, p) for i, p in enumerate(trained.values()) if self.home.holds(p)],
+                [value for stage in self.stages.values() for value in stage.values],
+                execute,
+                parts,
+                rtol=self.rtol,
+                floor=self.floor,
+                strategy=strategy,
+                ordered=True,
+            )
 
-    def _comparison(self) -> GradientComparison:
-        named = zip(self.home.names, self.home.parameters, strict=True)
-        trained = {name: p for name, p in named if p.requires_grad}
-        return GradientComparison(
-            self.group, self.copy, [*trained], [*trained.values()], self.rtol, self.floor
-        )
-
-    def _means(self, task: StepTask, parameters: Sequence[Tensor]) -> list[Mean]:
-        """The gradients of ``parameters``, of all layers, on the first rank. Collective."""
-        means = [Mean() for _ in parameters]
-        errors = (ValueError, TypeError, RuntimeError, InstepError)
-        weight = 0
+    def _reference(self, task: StepTask, parameters: Sequence[Tensor]) -> Generator[Part]:
+        """The gradients of ``parameters``, of all layers, micro-batch by micro-batch. Collective."""
         with self._whole() as whole, ExitStack() as stack:
             blocks = numbered_blocks(self.module, self.layers)
             keys = LeafKeys(whole.layers, self.seed, generators(whole.device), blocks)
@@ -106,26 +88,15 @@ class PipelineTrial:
                 stack.callback(handle.remove)
             stack.enter_context(keys.step())
             for leaf in task.own:
-                # All come here for each: all of them may take longer than a wait may last.
-                compute = partial(whole.gradients, task, leaf, keys) if self.group.rank == 0 else _nothing
-                what = f"computing the gradient of micro-batch {leaf} again"
-                its_weight, gradients = all_or_none(self.group, what, compute, errors=errors)
-                weight += its_weight
-                for mean, p in zip(means, parameters, strict=True):
-                    mean.add(gradients.get(id(p)))
-        for mean in means:
-            mean.divide(weight or 1)
-        return means
+                yield f"micro-batch {leaf}", partial(whole.gradients, task, leaf, keys, parameters)
 
     @contextmanager
     def _whole(self) -> Iterator[WholeModel]:
-        """All layers, with values on the first rank. Collective."""
+        """All layers, with values. Collective."""
         instead: dict[int, nn.Parameter] = {}
         for p in self.home.parameters:
-            values = self.home.fetch(p)
-            if self.group.rank == 0:
-                own = with_strides(values, self.home.strides_of(p))
-                instead[id(p)] = nn.Parameter(own, p.requires_grad)
+            own = with_strides(self.home.fetch(p), self.home.strides_of(p))
+            instead[id(p)] = nn.Parameter(own, p.requires_grad)
         layers = Layers(self.layers)
         with replaced(layers.places(instead)):
             yield WholeModel(layers, instead)
@@ -143,8 +114,10 @@ class WholeModel:
         """Where it computes."""
         return next((p.device for p in self.layers.parameters()), torch.device("cpu"))
 
-    def gradients(self, task: StepTask, leaf: int, keys: LeafKeys) -> tuple[int, dict[int, Tensor | None]]:
-        """The weight of micro-batch ``leaf``, the next one, and its gradients, by parameter."""
+    def gradients(
+        self, task: StepTask, leaf: int, keys: LeafKeys, parameters: Sequence[Tensor]
+    ) -> tuple[int, list[Tensor | None]]:
+        """The weight of micro-batch ``leaf``, the next one, and its gradients of ``parameters``."""
         micro_batch = next(task.read)
         with keys.leaf(task.step, leaf):
             given = task.inputs(micro_batch)
@@ -153,7 +126,7 @@ class WholeModel:
             if loss.requires_grad:
                 with torch.autocast(self.device.type, enabled=False):
                     loss.backward()
-        found = {key: other.grad for key, other in self.instead.items()}
+        found = [self.instead[id(p)].grad for p in parameters]
         for other in self.instead.values():
             other.grad = None
         return micro_batch.checked_weight(), found
@@ -170,8 +143,3 @@ def _restored(buffers: Iterator[Tensor]) -> Iterator[None]:
             for x, values in before:
                 if not torch.equal(as_bytes(x), as_bytes(values)):
                     x.copy_(values)
-
-
-def _nothing() -> tuple[int, dict[int, Tensor | None]]:
-    """A rank's part where only the first one has one."""
-    return 0, {}

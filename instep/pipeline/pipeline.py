@@ -130,6 +130,11 @@ class Pipeline(WrappedOnce, OwnNames):
         find_unused_parameters: bool | None = None,
         seed: int = 0,
     ) -> None:
+        if rounding == "stochastic":
+            raise ValueError(
+                "rounding='stochastic' in a pipeline: its random bits are keyed by a parameter's number in "
+                "its stage, so that gradients would depend on the cuts: leave rounding='nearest'"
+            )
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
         self.schedule, self._num_micro_batches, self.next_step = schedule, micro_batches, 0
         self._chunks, self._seed = chunks, seed
@@ -352,9 +357,9 @@ class Pipeline(WrappedOnce, OwnNames):
     ) -> Report:
         """Compare the gradients of all stages with those of one process, parameter by parameter. Collective.
 
-        All ranks make the next step, without an update; then the first one computes all micro-batches again,
-        alone, with all layers, so it needs memory for the whole model. ``inputs`` and ``loss`` are called
-        there, too. Weights, buffers, gradients, random generators and the count of steps are as before when
+        All ranks make the next step, without an update; then each of them computes all micro-batches again,
+        with all layers, so it needs memory for the whole model. ``inputs`` and ``loss`` are called for each
+        one. Weights, buffers, gradients, random generators and the count of steps are as before when
         it returns or raises.
 
         Args:
@@ -502,13 +507,12 @@ class Pipeline(WrappedOnce, OwnNames):
 
     def __instep_state__(self) -> Wrapped:
         reducers = [stage.reducer for stage in self._stages.values()]
-        buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
         return Wrapped(
             module=self.module,
             group=self.group,
-            gradients=lambda: [bucket.home for bucket in buckets],
+            gradients=lambda: [bucket.home for reducer in reducers for bucket in reducer.buckets],
             scratch=lambda: [
-                *(x for bucket in buckets for x in bucket.spares),
+                *(x for reducer in reducers for bucket in reducer.buckets for x in bucket.spares),
                 *(x for reducer in reducers for x in reducer.exchange.scratch),
                 *self._tied.memory,
             ],

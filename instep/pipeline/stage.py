@@ -33,7 +33,7 @@ from instep.state.alignment import align
 from instep.step import optimizer_guard
 from instep.step.backward import Backward, release
 from instep.step.micro_batches import DeclaredStep, MicroBatch
-from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import ReductionOptions, StepPlan
 from instep.verify.subject import Subject, Value
 from instep.verify.trial import RestoreOnExit

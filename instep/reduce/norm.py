@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -158,10 +159,24 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def _all_square_sums(gradients: Sequence[Tensor]) -> list[float]:
-    squares = _square_sums([x for x in gradients if slices_of(x) is None])
-    for slices, members in by_slices(gradients):
-        squares += slices.square_sums(members, [])
+    squares: list[float] = []
+    for distinct in _rounds(gradients):
+        squares += _square_sums([x for x in distinct if slices_of(x) is None])
+        for slices, members in by_slices(distinct):
+            squares += slices.square_sums(members, [])
     return squares
+
+
+def _rounds(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """``gradients`` in lists without repeats; a parameter counts as often as it is listed, as in torch."""
+    rounds: list[list[Tensor]] = []
+    times = Tally[int]()
+    for x in gradients:
+        if times[id(x)] == len(rounds):
+            rounds.append([])
+        rounds[times[id(x)]].append(x)
+        times[id(x)] += 1
+    return rounds
 
 
 def exact_sum(numbers: Sequence[float]) -> float:
@@ -191,7 +206,11 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients in place so that their common 2-norm is at most ``max_norm``.
 
@@ -205,6 +224,7 @@ def clip_grad_norm_(
             sparse gradients count by their dense values.
         max_norm: the largest norm after clipping; each gradient is multiplied by max_norm / (norm + 1e-6) if
             that is below 1.
+        norm_type: 2, the only norm offered.
         error_if_nonfinite: raise, with the gradients unchanged, if the norm is inf or nan. By default they
             are multiplied by 0 or nan, as by torch.
 
@@ -212,6 +232,7 @@ def clip_grad_norm_(
         The norm before clipping: float64, shape (), on the CPU.
 
     Raises:
+        ValueError: another ``norm_type``.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         PeerLost: gradients are sharded, and a rank did not arrive.
 
@@ -222,6 +243,11 @@ def clip_grad_norm_(
         True
         >>> optimizer.step()
     """
+    if norm_type != 2:
+        raise ValueError(
+            f"norm_type={norm_type!r}: expected 2, the norm that has the same bits on any number of ranks; "
+            "where gradients are replicated, torch.nn.utils.clip_grad_norm_ has the others"
+        )
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     watch = clipping.get()
@@ -253,5 +279,6 @@ def _scale(gradients: Sequence[Tensor], factor: float) -> None:
         for gradient in gradients:
             if slices_of(gradient) is None:
                 gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first
-        for slices, members in by_slices(gradients):
-            slices.scale(members, factor)
+        for distinct in _rounds(gradients):
+            for slices, members in by_slices(distinct):
+                slices.scale(members, factor)

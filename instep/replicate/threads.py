@@ -66,7 +66,7 @@ from instep.step.micro_batches import (
     count_and_source,
     require_no_gradients,
 )
-from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.parameter_registry import ParameterRegistry, require_read_only
 from instep.step.running_statistics import Measured, Measurement, apply, tracking_norms
 from instep.step.unregistered import UnregisteredWeights
 

@@ -34,7 +34,7 @@ from instep.step.agreement import agree_on_structure, agree_on_values, broadcast
 from instep.step.backward import Backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.nesting import WrappedOnce, require_unwrapped
-from instep.step.optimizer_guard import ParameterRegistry, require_read_only
+from instep.step.parameter_registry import ParameterRegistry, require_read_only
 from instep.step.reduction import ReductionOptions
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
@@ -195,7 +195,6 @@ class DataParallel(WrappedOnce, OwnNames):
             self.group.close()
             raise
         parameters = self._reducer.parameters
-        optimizer_guard.take_over(parameters)
         optimizer_guard.accept(self.module.parameters())
         device = parameters[0].device if parameters else torch.device("cpu")
         self.recorder.marks = self.recorder.marks or marks_for(device)
@@ -245,7 +244,7 @@ class DataParallel(WrappedOnce, OwnNames):
         if self.group.size > 1:
             require_read_only(self.module)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
-        optimizer_guard.require_unshared(parameters)
+        optimizer_guard.require_unowned(parameters)
         align([*self.module.parameters(), *self.module.buffers()])
         sparse = sparse_positions(self.module, parameters)
         return registry, Reducer(names, parameters, self.group, self.recorder, self._options, sparse)
@@ -461,17 +460,17 @@ class DataParallel(WrappedOnce, OwnNames):
     def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
         """Compare the distributed gradient with that of one process, on this model, strategy and batch.
 
-        Each rank makes one synchronised step on its batch, without an update; then rank 0 computes every
-        rank's gradient again, alone, and what each rank has is compared with their mean. Weights, buffers,
-        gradients, torch's random generators, training mode and the wrapper's own state are as before when it
-        returns or raises. W + 1 forwards and backwards on rank 0, which needs memory for all batches and some
-        5 copies of the model. Random numbers have to come from torch's default generators. Collective.
+        Each rank makes one synchronised step on its batch, without an update; then it computes the gradient
+        of every rank's batch again, without exchanges, and compares what it has with their mean. Weights,
+        buffers, gradients, torch's random generators, training mode and the wrapper's own state are as before
+        when it returns or raises. W + 1 forwards and backwards, and memory for some 5 copies of the model.
+        Random numbers have to come from torch's default generators. Collective.
 
         Args:
             batch: what this rank would train on, of any size: a tensor, or tensors in dicts (with strings for
                 keys), lists and tuples, beside numbers, strings and None.
             loss: ``loss(model, batch)`` returns the scalar mean over the batch; ``model`` is this wrapper,
-                and on rank 0 also the bare module. Without it the model is called with the items of a list or
+                and later the bare module. Without it the model is called with the items of a list or
                 tuple, the keywords of a dict, or the tensor; the loss is its output, ``output.loss`` or
                 ``output["loss"]``.
             rtol: allowed error, relative to the norm of each gradient; by default 1e-5, 1e-8 for float64,

@@ -263,12 +263,12 @@ class Verifiable(FullySharded):
         """Compare the distributed gradient with that of one process, on this model, stage and batch.
 
         As ``DataParallel.verify``: each rank makes one synchronised step on its batch, without an update;
-        then rank 0 computes every rank's gradient again, alone, and what each has, its slices, is compared
+        then it computes the gradient of every rank's batch again, without exchanges, and compares its slices
         with their mean. All is as before when it returns or raises. Weights in slices are compared between
         replicas alone: in a shard group there is one copy of them.
 
-        It costs W + 1 forwards and backwards on rank 0, which needs memory for all batches, for a whole
-        gradient, and for another one in float64. Collective.
+        It costs W + 1 forwards and backwards, and memory for a whole gradient and for the slices in float64.
+        Collective.
 
         Args:
             batch, loss, rtol: as for ``DataParallel.verify``; ``loss`` is called with this module everywhere.

@@ -53,7 +53,7 @@ from instep.shard.update import ShardedUpdate
 from instep.state import homes
 from instep.state.homes import DividedOptimizer
 from instep.state.shards import elements
-from instep.step.optimizer_guard import requiring
+from instep.step.parameter_registry import requiring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

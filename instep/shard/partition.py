@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from instep.step.optimizer_guard import require_read_only
+from instep.step.parameter_registry import require_read_only
 
 LISTS = (nn.ModuleList, nn.Sequential)
 

@@ -38,7 +38,7 @@ from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import Backward, release
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
-from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.parameter_registry import ParameterRegistry
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
@@ -368,7 +368,7 @@ def _checked(module: nn.Module, options: ShardingOptions, group: Group) -> Param
     """The parameters of ``module``, if they can be sharded."""
     registry = ParameterRegistry(module)
     checks.require_no_pipeline(module)
-    optimizer_guard.require_unwatched([p for _, p in [*registry.trainable, *registry.frozen]])
+    optimizer_guard.require_unowned([p for _, p in [*registry.trainable, *registry.frozen]])
     for name, p in registry.trainable:
         if checks.claimed(p):
             raise ValueError(
@@ -421,7 +421,7 @@ def _subject_of(
         ],
         values=_values(backward, stage3),
         memory=[bucket.reduced for bucket in reducer.buckets],
-        apart=nullcontext if stage3 is None else stage3.apart,
+        isolated=nullcontext if stage3 is None else stage3.apart,
     )
 
 

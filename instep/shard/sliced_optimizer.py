@@ -35,7 +35,7 @@ from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.update import ShardedUpdate
 from instep.state import homes
 from instep.state.homes import DividedOptimizer, Home, ParameterShard
-from instep.step.optimizer_guard import requiring
+from instep.step.parameter_registry import requiring
 
 KEY = "_instep_slices"
 SLICES_OF = "slices_of"  # an option of each group in a state dict

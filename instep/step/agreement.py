@@ -26,7 +26,7 @@ from instep.memory import as_bytes
 from instep.net.agree import first_difference, raise_on_all, require_same_lines
 from instep.net.process_group import Group
 from instep.state.hash import tensor_digest
-from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.parameter_registry import ParameterRegistry
 
 T = TypeVar("T")
 BROADCAST = "the broadcast of buffers"

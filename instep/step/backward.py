@@ -16,6 +16,7 @@ returns, or an input, outlives the forward, and would collect one each time.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -42,6 +43,16 @@ NO_TASK = -1
 def is_in_backward() -> bool:
     """Whether autograd calls this code: for a GPU in a thread of its own, while the caller's waits."""
     return torch._C._current_graph_task_id() != NO_TASK
+
+
+def require_eager_autograd() -> None:
+    """Raise ``RuntimeError`` in a backward that torch compiles."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # to import it takes a second
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "compiled autograd is on, and would compile the hooks that exchange gradients: set "
+            "torch._dynamo.config.compiled_autograd = False; torch.compile of the module works without it"
+        )
 
 
 class Mark(NamedTuple):
@@ -166,6 +177,7 @@ class Backward:
         self._marks.append(mark)
 
     def _backward_begins(self) -> None:
+        require_eager_autograd()
         self.registry.check()
         self._runs = True
         self._task = torch._C._current_graph_task_id()

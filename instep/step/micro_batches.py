@@ -10,36 +10,26 @@ In the place of G stands a ``DataSource`` that knows it, and gives each micro-ba
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from operator import index
 from typing import Any, Protocol, SupportsIndex
 from weakref import WeakSet
 
 import torch
-from numpy import ndarray
 from torch import Tensor, nn
 
 from instep.hook import weakly
 from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
 from instep.reduce.placeholder import slices_of
-from instep.rng.attributes import contents, own_attributes, within
 from instep.rng.keys import LeafKeys
-from instep.step.input_digest import InputWatch
-from instep.step.optimizer_guard import ParameterRegistry
+from instep.step.input_digest import InputDigest
+from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
 from instep.step.unregistered import UnregisteredWeights
-
-IN_ATTRIBUTES = 2  # levels of containers and objects in which counters are looked for
-COUNTING_BYTES = 1024  # an array of more is no counter
-LOOKED_AT = 2  # the second micro-batch: sizes that are remembered, flags of a first call have settled
-
-State = tuple[Tensor | None, int]  # a buffer and its version
 
 
 @dataclass
@@ -142,13 +132,13 @@ class DeclaredStep:
         self.keys = keys
         self.registry = registry
         self.unregistered = UnregisteredWeights(module)
-        self.counters = Counters(module)
         self.statistics = RunningStatistics(reducer.group, reducer.lane)
         self.written = WrittenWeights()
-        self.inputs = InputWatch()
+        self.inputs = InputDigest()
         reducer.input_digest = weakly(self._input_digest)
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
+        self._buffers: list[tuple[str, nn.Module, str, Tensor | None, int, Tensor | None]] = []
         self._open: StepPlan | None = None  # of the step that is under way
         self._weight_taken: int | None = None  # of the open one, when its first gradient came
         self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
@@ -160,7 +150,7 @@ class DeclaredStep:
             self.reducer.weight += self._weight_taken
 
     def _input_digest(self) -> int:
-        return self.inputs.digest
+        return self.inputs.word
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
@@ -209,10 +199,12 @@ class DeclaredStep:
         """
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
-            self._check_start(plan.num_leaves)
+            zeroed = self._check_start(plan.num_leaves)
             num_running = self.statistics.begin(m for _, m in self.registry.named_modules)
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
+            if own and not reducer.sharded:
+                reducer.has_zeros(zeroed)
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
             if num_running:
                 reducer.go_on_with(self.statistics, num_running)
@@ -222,7 +214,7 @@ class DeclaredStep:
             with self.keys.step(self.registry.named_modules):
                 yield own
             with span("finish", lane="host"):
-                self._check_statistics()
+                self._check_buffers()
                 self.unregistered.end()
                 reducer.finish()
                 self.statistics.apply()
@@ -246,14 +238,12 @@ class DeclaredStep:
         self.micro_batch = micro_batch
         with self.reducer.recorder.span("micro-batch", lane="host", leaf=leaf):
             self._weight_taken = None
-            before = self._buffer_states()
             if gradients:
                 self.reducer.open_leaf(leaf, last=last)
             self.inputs.opened()
-            watched = self.counters.watched(self._steps, leaf), self.statistics.leaf(leaf)
-            with self.keys.leaf(self._step, leaf), watched[0], watched[1]:
+            with self.keys.leaf(self._step, leaf), self.statistics.leaf(leaf):
                 yield
-            self._check(micro_batch, before, gradients=gradients)
+            self._check(micro_batch, gradients=gradients)
             self.written.ended(leaf)
             if gradients:
                 self.reducer.close_leaf()
@@ -266,7 +256,8 @@ class DeclaredStep:
             values, weight = next(data)
         return MicroBatch(leaf, num_micro_batches, weight, values)
 
-    def _check_start(self, num_micro_batches: int) -> None:
+    def _check_start(self, num_micro_batches: int) -> set[int]:
+        """The positions of the parameters whose gradients are zeros."""
         if self._open is not None:
             self.micro_batch = self._open = None
             self.reducer.leave()
@@ -283,16 +274,16 @@ class DeclaredStep:
                 deterministic.warn_if_missing()
         self._steps += 1
         self.registry.check()
-        require_no_gradients(self.reducer.names, self.reducer.parameters)
+        zeroed = require_no_gradients(self.reducer.names, self.reducer.parameters)
         self.unregistered.begin()
         self.written.begin([*self.registry.trainable, *self.registry.frozen])
-        self._buffers: list[tuple[str, nn.Module, str]] = []
-        statistics: dict[int, tuple[str, Tensor]] = {}
+        self._buffers = []
         for name, module in self.registry.named_modules:
-            for key, buffer in module._buffers.items():
-                self._buffers.append((f"{name}.{key}".lstrip("."), module, key))
-                if buffer is not None and buffer.is_floating_point():
-                    statistics.setdefault(id(buffer), (self._buffers[-1][0], buffer))
+            for key, x in module._buffers.items():
+                # The kernel of batch norm writes its statistics without counting a version.
+                before = x.detach().clone() if x is not None and x.is_floating_point() else None
+                version = -1 if x is None else x._version
+                self._buffers.append((f"{name}.{key}".lstrip("."), module, key, x, version, before))
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
@@ -300,10 +291,9 @@ class DeclaredStep:
                     "micro-batch by itself, GroupNorm or LayerNorm, or plain backward outside of "
                     "micro_batches()"
                 )
-        # The kernel of batch norm writes its statistics without counting a version.
-        self._statistics = [(name, x, x.detach().clone()) for name, x in statistics.values()]
+        return zeroed
 
-    def _check(self, micro_batch: MicroBatch, before: list[State], *, gradients: bool) -> None:
+    def _check(self, micro_batch: MicroBatch, *, gradients: bool) -> None:
         index = micro_batch.index
         if micro_batch is not self.micro_batch:
             raise ValueError(f"the step of micro-batch {index} was given up when another one began")
@@ -318,81 +308,13 @@ class DeclaredStep:
                 f"the weight of micro-batch {index} was {self._weight_taken} in backward and is "
                 f"{micro_batch.weight} now: set micro_batch.weight before backward"
             )
-        for (name, owner, key), (buffer, version) in zip(self._buffers, before, strict=True):
-            if owner._buffers[key] is not buffer or (buffer is not None and buffer._version != version):
+
+    def _check_buffers(self) -> None:
+        for name, owner, key, buffer, version, before in self._buffers:
+            now = owner._buffers[key]
+            same = now is buffer and (buffer is None or buffer._version == version)
+            if not same or (now is not None and before is not None and not torch.equal(now, before)):
                 raise changed_buffer(name)
-
-    def _check_statistics(self) -> None:
-        for name, buffer, before in self._statistics:
-            if not torch.equal(buffer, before):
-                raise changed_buffer(name)
-
-    def _buffer_states(self) -> list[State]:
-        buffers = [owner._buffers[key] for _, owner, key in self._buffers]
-        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
-
-
-class Counters:
-    """The numbers that a module keeps beside its buffers, looked at in one micro-batch.
-
-    Plain attributes, or what is in containers and objects there; a tensor or an array by what is written
-    into it, and not one that is put in the place of another, as forward does with what it remembers.
-
-    A forward that counts them up and looks at them (noise that decays by the call, a layer that is skipped in
-    every third call) gives other values where a rank has other micro-batches. Nothing can tell such a number
-    from one that is only logged, so a change is a warning.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._seen: set[tuple[int, int]] = set()  # the first micro-batches
-
-    def watched(self, step: int, leaf: int) -> AbstractContextManager[None]:
-        """Around a visit of a micro-batch: warns, in the second one's forward, of a number that has changed.
-
-        Of a micro-batch that has several visits, forward is in the first.
-        """
-        if len(self._seen) == LOOKED_AT or (step, leaf) in self._seen:
-            return nullcontext()
-        self._seen.add((step, leaf))
-        return self._compared() if len(self._seen) == LOOKED_AT else nullcontext()
-
-    @contextmanager
-    def _compared(self) -> Iterator[None]:
-        before = self._numbers()
-        yield
-        after = self._numbers()
-        changed = list(dict.fromkeys(at[0] for at, x in before.items() if after.get(at, x) != x))
-        if changed:
-            warnings.warn(
-                f"forward changed {', '.join(map(repr, changed[:3]))} in a declared step: what counts calls "
-                "depends on which rank has which micro-batch, so the weights may, too. "
-                "Give forward micro_batch.index and the step instead, or ignore this if none looks",
-                stacklevel=2,
-            )
-
-    def _numbers(self) -> dict[tuple[str, str, int], Any]:
-        """By attribute, place in it, and identity where that is not what counts."""
-        numbers: dict[tuple[str, str, int], Any] = {}
-        for prefix, key, value in own_attributes(self.module.named_modules()):
-            name = f"{prefix}.{key}".lstrip(".")
-            for place, x in within(value, contents, IN_ATTRIBUTES):
-                if isinstance(x, int | float) and x == x:
-                    numbers[name, place, 0] = x
-                elif (position := _position(x)) is not None:
-                    numbers[name, place, id(x)] = position
-        return numbers
-
-
-def _position(x: Any) -> Any:
-    """What changes when ``x`` itself is counted up; None for what does not count."""
-    if isinstance(x, Tensor):
-        return x._version
-    if isinstance(x, count):
-        return repr(x)
-    if isinstance(x, ndarray) and x.nbytes <= COUNTING_BYTES:
-        return x.tobytes()
-    return None
 
 
 class WrittenWeights:
@@ -438,19 +360,22 @@ class WrittenWeights:
         return [p._version for _, p in self._weights]
 
 
-def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> set[int]:
     """Raise ``ValueError`` if a parameter has a gradient when a declared step begins.
 
-    One of zeros, as ``zero_grad(set_to_none=False)`` leaves it, is none, and goes.
+    Zeros, as ``zero_grad(set_to_none=False)`` leaves them, are removed; returns the positions of these.
     """
-    for name, parameter in zip(names, parameters, strict=True):
+    zeroed = set()
+    for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if parameter.grad is not None and _is_zero(parameter.grad):
             parameter.grad = None
+            zeroed.add(i)
         if parameter.grad is not None:
             raise ValueError(
                 f"parameter {name!r} already has a gradient when a declared step begins: call "
                 "optimizer.zero_grad() before it; the step is the sum of its own micro-batches alone"
             )
+    return zeroed
 
 
 def _is_zero(gradient: Tensor) -> bool:

@@ -50,8 +50,7 @@ class WrappedOnce:
 def require_unwrapped(module: nn.Module) -> None:
     """Raise ``ValueError`` if torch, or a pipeline, has wrapped ``module``, or a part of it that is trained.
 
-    Other parts that instep has wrapped are looked after elsewhere: what wraps more takes over, or refuses
-    them (``optimizer_guard``).
+    Other parts that instep has wrapped are refused elsewhere (``optimizer_guard.require_unowned``).
     """
     for name, part in module.named_modules():
         wrapper = _wrapper(part)

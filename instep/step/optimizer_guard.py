@@ -1,255 +1,153 @@
 """No optimizer step with a gradient that the other ranks have not seen.
 
-A layer that is added or replaced after wrapping, a checkpoint that is loaded with ``assign=True``, a
-parameter that is unfrozen, training through ``model.module.encoder(x)``, a ``no_sync`` that was never
-followed by a synchronised backward: each leaves a local gradient in ``.grad``, the step goes through, and the
-replicas drift apart without a word. Nothing in ``backward`` could tell. So there are two looks:
+Training through ``model.module.encoder(x)``, a ``no_sync`` that no synchronised backward followed, a
+``.grad`` that is set by hand: each leaves a local gradient, the step goes through, and the replicas drift
+apart without a word. Nothing in ``backward`` could tell. So there is one process-wide table, parameter ->
+``Owner``, and one hook before every optimizer step that looks the parameters up: was each gradient exchanged?
 
-    backward     ``ParameterRegistry.check``: is every parameter that would be trained one that was wrapped?
-    optimizer    one hook before every step looks the parameters up: was each gradient exchanged?
-
-Neither communicates: what the hook needs to know, the reducer has noted. But a program may reduce gradients
-by itself, or set them to what it computes on every rank. So where some have come past every exchange, the
-ranks compare them, and all raise if they are not alike. The hook is one of the two places of process-wide
-state; the other is ``mesh/mesh.py``.
-
-Where gradients are in slices, an optimizer's own step could do nothing with them. There the reducer has
-another one to make in its place (``Reduction.update``), which the optimizer is given as its closure.
+The hook does not communicate: it compares what the reducer has noted. But a program may reduce gradients by
+itself, or compute the same ones on every rank. So where some have bypassed every exchange, the ranks compare
+them, and all raise if they differ. Table and hook are one of the two places of process-wide state; the other
+is ``mesh/mesh.py``.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.net.process_group import Group
 from instep.reduce.placeholder import by_slices, slices_of
-from instep.state.alignment import align
 
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction
 
+UNSYNCHRONISED = (
+    "has a gradient that was never exchanged with the other ranks: let the last backward before "
+    "optimizer.step() run outside of no_sync() and through the wrapped model, or call model.sync_gradients()"
+)
+FROZEN = "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
+BY_HAND = (
+    "has a gradient, but nothing was exchanged since the last optimizer step, and a .grad that is set by "
+    "hand is this rank's alone: set the same on all ranks, run backward through the wrapped model, or call "
+    "model.sync_gradients() on every rank"
+)
 
-class ParameterRegistry:
-    """The parameters that a model had when it was wrapped; one that came later has no hook and no bucket.
 
-    At construction they are written down. ``check`` compares, in about half a microsecond per submodule. So
-    does ``check_forward``, where ``torch.func.functional_call`` may show others, for the one call.
-    ``named_modules`` are those of the model, as of the last ``check``.
+class Owner:
+    """Which ``reducer`` reduces the gradients of ``parameter``; ``release`` ends that.
+
+    ``position`` is that of the parameter among the reducer's; None if it was frozen when it was wrapped.
     """
-
-    def __init__(self, module: nn.Module, *, but: Iterable[Tensor] = ()) -> None:
-        self.module = module
-        self._others = set(map(id, but))  # left to others
-        named = [(name, p) for name, p in module.named_parameters() if id(p) not in self._others]
-        for name, parameter in named:
-            if is_lazy(parameter):
-                raise ValueError(f"parameter {name!r} has no shape yet: run one forward, then wrap")
-        self.trainable = [(name, p) for name, p in named if p.requires_grad]
-        self.frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self._remember()
-
-    def as_wrapped(self) -> AbstractContextManager[None]:
-        """Inside, what required gradients when the model was wrapped does, and no other that was there."""
-        return requiring([p for _, p in self.trainable], [p for _, p in self.frozen])
-
-    def check_forward(self) -> None:
-        """Raise ``ValueError`` if a parameter that was frozen would be trained; align those that are new."""
-        self._check_frozen()
-        if not self._is_as_remembered():
-            _align_frozen(self._new())
-
-    def _check_frozen(self) -> None:
-        for name, parameter in self.frozen:
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {name!r} was frozen when the model was wrapped and is not now; its gradient "
-                    "would stay on this rank: unfreeze first, then wrap"
-                )
-
-    def check(self) -> None:
-        """Raise ``ValueError`` if a parameter that was not there, or was frozen, would be trained now."""
-        self._check_frozen()
-        if self._is_as_remembered():
-            return
-        new = self._new()
-        for name, parameter in new:
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {name!r} was not there when the model was wrapped; its gradient would stay "
-                    "on this rank: add or replace parameters first, then wrap (a state dict loaded with "
-                    "assign=True replaces them)"
-                )
-        _align_frozen(new)
-        self.frozen += new
-        self._remember()
-
-    def _new(self) -> list[tuple[str, nn.Parameter]]:
-        known = {id(p) for _, p in [*self.trainable, *self.frozen]} | self._others
-        return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
-
-    def _is_as_remembered(self) -> bool:
-        now = self._owned()
-        return len(now) == len(self._remembered) and all(map(is_, now, self._remembered))
-
-    def _remember(self) -> None:
-        self.named_modules = list(self.module.named_modules())
-        self._remembered = self._owned()
-
-    def _owned(self) -> list[nn.Parameter | nn.Module | None]:
-        """All parameters and modules, in the order of their owners."""
-        owned: list[nn.Parameter | nn.Module | None] = []
-        for _, module in self.named_modules:
-            if parameters := module._parameters:
-                owned += parameters.values()
-            if modules := module._modules:
-                owned += modules.values()
-        return owned
-
-
-@contextmanager
-def requiring(trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, ``trained`` require gradients and ``frozen`` do not.
-
-    For ranks that make a wrapper's or an optimizer's memory anew together, one of which may have lost another
-    in the middle of a step that freezes some for a while.
-    """
-    wanted = [(p, True) for p in trained] + [(p, False) for p in frozen]
-    before = [(p, p.requires_grad) for p, _ in wanted]
-    try:
-        for p, on in wanted:
-            p.requires_grad_(on)
-        yield
-    finally:
-        for p, on in before:
-            p.requires_grad_(on)
-
-
-def _align_frozen(named: Iterable[tuple[str, Tensor]]) -> None:
-    align(p for _, p in named if isinstance(p, nn.Parameter) and not p.requires_grad)
-
-
-def require_read_only(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a module in ``module`` changes its own weights in forward.
-
-    The change would be each rank's own: replicas drift apart, and where weights are gathered it is lost.
-    """
-    for name, m in module.named_modules():
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
-            raise ValueError(
-                f"{name!r} has max_norm={m.max_norm}, which rescales rows of its weight in forward, on each "
-                "rank those of its own inputs: make it with max_norm=None, and bound the norm of what it "
-                "returns, or of the weights with an optimizer's weight_decay"
-            )
-
-
-class GuardedParameter:
-    """A parameter of a wrapped model: which wrapper reduces it, and the gradient that the last step left."""
 
     def __init__(
         self,
+        parameter: Tensor,
         reducer: Reduction,
         name: str,
         position: int | None,
         release: Callable[[], object],
     ) -> None:
+        self.parameter = weakref.ref(parameter, partial(_drop, id(parameter)))
         self.reducer = weakref.ref(reducer)
-        self.release = release
         self.name = name
-        self.position = position  # None: frozen when it was wrapped
+        self.position = position
+        self.release = release
         self.reductions_used = reducer.num_reductions  # by the last optimizer step
-        self._left: tuple[weakref.ref[Tensor], int] | None = None
+        self._accepted: tuple[weakref.ref[Tensor], int] | None = None  # a gradient, and its version
 
     @property
     def is_alive(self) -> bool:
         """Whether the wrapper still reduces."""
-        return bool(getattr(self.release, "alive", True))
+        return self.reducer() is not None and bool(getattr(self.release, "alive", True))
 
     @property
     def reduced(self) -> bool:
         """Whether an exchange has ended since the last optimizer step."""
         reducer = self.reducer()
-        if reducer is None or self.position is None:
-            return False
-        return reducer.num_reductions > self.reductions_used
+        return (
+            reducer is not None
+            and self.position is not None
+            and reducer.num_reductions > self.reductions_used
+        )
 
     @reduced.setter
     def reduced(self, now: bool) -> None:
-        reducer = self.reducer()
-        if reducer is not None:
+        if (reducer := self.reducer()) is not None:
             self.reductions_used = reducer.num_reductions - now
 
-    def problem(self, gradient: Tensor) -> str | None:
+    def problem(self, reducer: Reduction, gradient: Tensor) -> str | None:
         """Why a step must not use ``gradient``, unless it is the same on all ranks; or None."""
-        reducer = self.reducer()
-        if reducer is None or (reducer.group.size == 1 and not reducer.sharded):
+        if reducer.group.size == 1 and not reducer.sharded:
             return None
         if self.position is not None and reducer.local[self.position]:
-            return (
-                "has a gradient that was never exchanged with the other ranks: let the last backward before "
-                "optimizer.step() run outside of no_sync() and through the wrapped model, or call "
-                "model.sync_gradients()"
-            )
-        if self.reduced or self._was_left(gradient):
+            return UNSYNCHRONISED
+        if self.reduced or self._is_accepted(gradient):
             return None
         if slices_of(gradient) is None and not bool(torch.any(gradient)):
             return None
-        if self.position is None:
-            return "was frozen when the model was wrapped and has a gradient now: unfreeze before wrapping"
-        return (
-            "has a gradient, but nothing was exchanged since the last optimizer step, and a .grad that is "
-            "set by hand is this rank's alone: set the same on all ranks, run backward through the wrapped "
-            "model, or call model.sync_gradients() on every rank"
-        )
+        return FROZEN if self.position is None else BY_HAND
 
-    def is_alike(self) -> None:
-        """The gradient that ``problem`` has been told of is the same on all ranks."""
-        reducer = self.reducer()
-        if reducer is not None and self.position is not None:
-            reducer.local[self.position] = False
+    def accept(self, gradient: Tensor | None) -> None:
+        """``gradient`` is the same on all ranks: any number of steps may use it."""
+        self._accepted = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
-    def used(self, gradient: Tensor | None, num_reductions: int) -> None:
-        """An optimizer step has used ``gradient``; the same one again is every rank's, not a new one."""
-        self.reductions_used = num_reductions
-        self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
-
-    def _was_left(self, gradient: Tensor) -> bool:
-        return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
+    def _is_accepted(self, gradient: Tensor) -> bool:
+        known = self._accepted
+        return known is not None and known[0]() is gradient and known[1] == gradient._version
 
 
-class Guarded(NamedTuple):
-    """The parameters of an optimizer, and what is known of them.
-
-    ``entries[i]`` is that of parameter i, None where no wrapper watches it. ``reducers`` reduce them, in the
-    order of their first parameters, which is the same on all ranks; ``places`` has the numbers of each one's.
-    """
-
-    references: list[weakref.ref[Tensor]]
-    entries: list[GuardedParameter | None]
-    reducers: list[weakref.ref[Reduction]]
-    places: list[list[int]]
-
-
-Doubt: TypeAlias = tuple[GuardedParameter, Tensor, str]
+Owned: TypeAlias = Mapping["Reduction", Sequence[tuple[Tensor, Owner]]]
+"""The parameters of an optimizer, by who reduces their gradients, in an order that all ranks have."""
+Doubt: TypeAlias = tuple[Owner, Tensor, str]
 """A parameter, its gradient that no exchange has seen, and why no step may use it where ranks differ."""
 
-_entries: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Entry
-# To look up each parameter in each step takes long; it ends where a wrapper begins or ends to watch some.
-_guarded: weakref.WeakKeyDictionary[Optimizer, Guarded] = weakref.WeakKeyDictionary()
-_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient, and why no optimizer may use it
-_held_back: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> why no optimizer may use any gradient
+_owners: dict[int, Owner] = {}  # by the identity of a parameter
+_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient (None: any), and why not
+
+
+def owner_of(tensor: Tensor) -> Owner | None:
+    """Who reduces the gradients of ``tensor``."""
+    owner = _owners.get(id(tensor))
+    return owner if owner is not None and owner.parameter() is tensor else None
+
+
+def owners_of(parameters: Iterable[Tensor]) -> list[Owner]:
+    """The owners of those that have one."""
+    return [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
+
+
+def watch(reducer: Reduction, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
+    """From now on ``reducer`` owns its parameters, and ``frozen`` ones by name; ``release`` ends that."""
+    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
+        _owners[id(parameter)] = Owner(parameter, reducer, name, i, release)
+    for name, parameter in frozen:
+        before = owner_of(parameter)
+        if before is not None and before.is_alive and before.position is not None:
+            continue  # another wrapper reduces it, when it is not frozen
+        _owners[id(parameter)] = owner = Owner(parameter, reducer, name, None, release)
+        owner.accept(parameter.grad)  # from before it was frozen: as good as the weights are
+
+
+def _drop(key: int, reference: weakref.ref[Tensor]) -> None:
+    """The parameter is gone, and its identity may be another's by now."""
+    if (owner := _owners.get(key)) is not None and owner.parameter is reference:
+        del _owners[key]
+
+
+def forget(parameters: Iterable[Tensor]) -> None:
+    """Nobody owns ``parameters`` any more."""
+    for parameter in parameters:
+        _owners.pop(id(parameter), None)
 
 
 def refuse(tensor: Tensor, reason: str) -> None:
@@ -261,100 +159,41 @@ def refuse(tensor: Tensor, reason: str) -> None:
 def hold_back(tensors: Iterable[Tensor], reason: str) -> None:
     """No optimizer may step any of ``tensors``, until ``accept``, as long as it has a gradient."""
     for tensor in tensors:
-        _held_back[tensor] = reason
+        _refused[tensor] = None, reason
 
 
 def accept(tensors: Iterable[Tensor]) -> None:
     """What ``hold_back`` has said of these is over."""
     for tensor in tensors:
-        _held_back.pop(tensor, None)
+        _refused.pop(tensor, None)
 
 
-def entries_of(parameters: Sequence[Tensor]) -> list[GuardedParameter]:
-    """What is known of those that a wrapper watches."""
-    return [entry for parameter in parameters if (entry := _entries.get(parameter)) is not None]
+def require_unowned(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``.
 
-
-def require_unwatched(parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if some wrapper, which is not closed, reduces the gradients of ``parameters``."""
-    for entry in entries_of(parameters):
-        other = entry.reducer()
-        if other is not None and entry.is_alive:
-            whose = "is sharded already" if other.sharded else "belongs to a DataParallel"
+    Which wrappers are alive must not depend on when each rank collects garbage.
+    """
+    if any(owner.is_alive for owner in owners_of(parameters)):
+        gc.collect()
+    for owner in owners_of(parameters):
+        reducer = owner.reducer()
+        if reducer is not None and owner.is_alive:
+            whose = "is sharded by fully_shard" if reducer.sharded else "belongs to a DataParallel"
             raise ValueError(
-                f"parameter {entry.name!r} {whose}: shard each module once, the outermost one with all that "
-                "it contains, and wrap it in nothing else (close() ends either)"
+                f"parameter {owner.name!r} {whose} already, and both would exchange its gradient: wrap or "
+                "shard one module that holds all, once, or close() the other one first"
             )
 
 
 def require_between_steps(parameters: Sequence[Tensor], what: str) -> None:
     """Raise ``ValueError`` if ``what`` would change ``parameters`` inside of a loop over micro-batches."""
-    for entry in entries_of(parameters):
-        reducer = entry.reducer()
+    for owner in owners_of(parameters):
+        reducer = owner.reducer()
         if reducer is not None and reducer.plan is not None and reducer.plan.declared:
             raise ValueError(
-                f"{what} inside micro_batches(), which would change parameter {entry.name!r} for some of its "
+                f"{what} inside micro_batches(), which would change parameter {owner.name!r} for some of its "
                 "micro-batches: do it before the loop or after it (close() an iterator that was kept)"
             )
-
-
-def forget(parameters: Sequence[Tensor]) -> None:
-    """Look at these parameters no longer."""
-    _guarded.clear()
-    for parameter in parameters:
-        _entries.pop(parameter, None)
-
-
-def require_unshared(parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if another wrapper, which has more than ``parameters``, reduces one of them.
-
-    Which wrappers are alive must not depend on when each rank collects garbage.
-    """
-    if any(entry.is_alive for entry in entries_of(parameters)):
-        gc.collect()
-    mine = set(map(id, parameters))
-    for entry in entries_of(parameters):
-        other = entry.reducer()
-        if other is None or not entry.is_alive:
-            continue
-        if other.sharded:
-            raise ValueError(
-                f"parameter {entry.name!r} is sharded by fully_shard, which reduces its gradient: train with "
-                "the module as it is, or close() it before it is wrapped in something else"
-            )
-        if not mine.issuperset(map(id, other.parameters)):
-            raise ValueError(
-                f"parameter {entry.name!r} belongs to another DataParallel, which has parameters that this "
-                "module lacks: wrap one module that holds both, or close() the other one first"
-            )
-
-
-def take_over(parameters: Sequence[Tensor]) -> None:
-    """End the reduction of these parameters by another wrapper, which has no more than these.
-
-    Two wrappers of one module would both reduce its gradients, each while the other writes them. So the
-    newer one takes over, whichever of the two is called afterwards: hooks sit on the parameters.
-    """
-    for entry in entries_of(parameters):
-        entry.release()
-
-
-def watch(
-    reducer: Reduction,
-    frozen: Sequence[tuple[str, Tensor]],
-    release: Callable[[], object],
-) -> None:
-    """From now on, look at these parameters before every optimizer step; ``release`` ends their reduction."""
-    _guarded.clear()
-    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.parameters, strict=True)):
-        _entries[parameter] = GuardedParameter(reducer, name, i, release)
-    for name, parameter in frozen:
-        before = _entries.get(parameter)
-        if before is not None and before.is_alive and before.position is not None:
-            continue  # another wrapper reduces it, when it is not frozen
-        _entries[parameter] = entry = GuardedParameter(reducer, name, None, release)
-        # Left from before it was frozen: as good as the weights are.
-        entry.used(parameter.grad, reducer.num_reductions)
 
 
 def reduced(reducer: Reduction) -> None:
@@ -362,33 +201,10 @@ def reduced(reducer: Reduction) -> None:
     reducer.num_reductions += 1
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _guard(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Guarded:
-    """What is known of ``parameters``, which are those of ``optimizer``."""
-    known = _guarded.get(optimizer)
-    if known is not None and len(known.references) == len(parameters):
-        for reference, parameter in zip(known.references, parameters, strict=True):
-            if reference() is not parameter:
-                break
-        else:
-            return known
-    entries: list[GuardedParameter | None] = [_entries.get(parameter) for parameter in parameters]
-    places: dict[weakref.ref[Reduction], list[int]] = {}
-    for i, entry in enumerate(entries):
-        if entry is not None and entry.reducer() is not None:
-            places.setdefault(entry.reducer, []).append(i)
-    found = Guarded([weakref.ref(x) for x in parameters], entries, list(places), list(places.values()))
-    _guarded[optimizer] = found
-    return found
-
-
 def require_reduced(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` if a gradient that ``optimizer`` would use was not exchanged."""
     parameters = _parameters(optimizer)
-    _require_reduced(parameters, _guard(optimizer, parameters))
+    _require_reduced(parameters, _owned(parameters))
 
 
 def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
@@ -396,29 +212,41 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
 
     Wherever its ranks have gone instead of making this step, that is where they come next.
     """
-    guarded = _guard(optimizer, _parameters(optimizer))
-    for reference, places in zip(guarded.reducers, guarded.places, strict=True):
-        reducer = reference()
-        if reducer is None or not any((x := guarded.entries[i]) is not None and x.is_alive for i in places):
-            continue
-        if reducer.all_step and set(group.ranks) <= set(reducer.group.ranks):
+    for reducer, members in _owned(_parameters(optimizer)).items():
+        is_alive = any(owner.is_alive for _, owner in members)
+        if is_alive and reducer.all_step and set(group.ranks) <= set(reducer.group.ranks):
             return reducer
     return None
 
 
-def _require_reduced(parameters: Sequence[Tensor], guarded: Guarded) -> None:
-    for parameter in parameters if _refused or _held_back else ():
-        if parameter.grad is not None and (reason := _reason_against(parameter)) is not None:
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _owned(parameters: Iterable[Tensor]) -> Owned:
+    found: dict[Reduction, list[tuple[Tensor, Owner]]] = {}
+    for parameter in parameters:
+        if (owner := owner_of(parameter)) is not None and (reducer := owner.reducer()) is not None:
+            found.setdefault(reducer, []).append((parameter, owner))
+    return found
+
+
+def _require_reduced(parameters: Sequence[Tensor], owned: Owned) -> None:
+    for parameter in parameters if _refused else ():
+        gradient, reason = _refused.get(parameter, (None, None))
+        if (
+            reason is not None
+            and parameter.grad is not None
+            and (gradient is None or gradient() is parameter.grad)
+        ):
             raise RuntimeError(f"optimizer.step(): {reason}")
-    reducers = list(_reducers(guarded))
-    for reducer, _ in reducers:
-        problem = _no_gradient(reducer)
-        if problem is not None:
+    for reducer in owned:
+        if (problem := _no_gradient(reducer)) is not None:
             raise RuntimeError(f"optimizer.step() {problem}")
-    doubts = [(reducer, _doubts(reducer, parameters, guarded.entries, its)) for reducer, its in reducers]
-    for reducer, its in doubts:
+    doubts = {reducer: _doubts(reducer, members) for reducer, members in owned.items()}
+    for reducer, its in doubts.items():
         if its:
-            _require_alike(reducer, its)
+            _require_same(reducer, its)
 
 
 def _no_gradient(reducer: Reduction) -> str | None:
@@ -433,100 +261,96 @@ def _no_gradient(reducer: Reduction) -> str | None:
     return None
 
 
-def _doubts(
-    reducer: Reduction,
-    parameters: Sequence[Tensor],
-    entries: Sequence[GuardedParameter | None],
-    places: Sequence[int],
-) -> list[Doubt]:
-    """Those of the gradients, of parameters ``places``, that ``reducer`` may not have reduced."""
+def _doubts(reducer: Reduction, members: Sequence[tuple[Tensor, Owner]]) -> list[Doubt]:
+    """Those of the gradients that ``reducer`` may not have reduced."""
     found: list[Doubt] = []
     newest = -1 if any(reducer.local) else reducer.num_reductions
-    for i in places:
-        entry = entries[i]
-        if entry is None or (entry.reductions_used < newest and entry.position is not None):
+    for parameter, owner in members:
+        if owner.reductions_used < newest and owner.position is not None:
             continue
-        gradient = parameters[i].grad
-        problem = None if gradient is None else entry.problem(gradient)
+        gradient = parameter.grad
+        problem = None if gradient is None else owner.problem(reducer, gradient)
         if problem is not None and gradient is not None:
-            found.append((entry, gradient, problem))
+            found.append((owner, gradient, problem))
     return found
 
 
-def _reason_against(tensor: Tensor) -> str | None:
-    """Why no optimizer may use the gradient of ``tensor``, by ``refuse`` or ``hold_back``; or None."""
-    gradient, reason = _refused.get(tensor, (None, ""))
-    if gradient is not None and tensor.grad is gradient():
-        return str(reason)
-    return _held_back.get(tensor)
+def _require_same(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
+    """Raise, on all ranks, unless they have the same gradients, which no exchange has seen. Collective."""
+    unlike: int | None = 0
+    if reducer.all_step and not reducer.sharded and doubts[0][0].is_alive:
+        unlike = reducer.first_unlike([(owner.name, gradient) for owner, gradient, _ in doubts])
+    if unlike is not None:
+        owner, _, problem = doubts[unlike]
+        raise RuntimeError(f"optimizer.step(): parameter {owner.name!r} {problem}")
+    for owner, gradient, _ in doubts:
+        owner.accept(gradient)
+        if owner.position is not None:
+            reducer.local[owner.position] = False
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     parameters = _parameters(optimizer)
-    guarded = _guard(optimizer, parameters)
+    owned = _owned(parameters)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else it may be what exchanges the gradients
-        _require_reduced(parameters, guarded)
-    update = None
-    for reducer, places in _reducers(guarded):
-        trained = next((x for i in places if (x := guarded.entries[i]) and x.position is not None), None)
+        _require_reduced(parameters, owned)
+    for reducer, members in owned.items():
+        trained = next((owner for _, owner in members if owner.position is not None), None)
         problem = None if trained is None else reducer.refusal(optimizer)
         if trained is not None and problem is not None:
             raise RuntimeError(f"optimizer.step(): parameter {trained.name!r} {problem}")
-    for reducer, _ in _reducers(guarded):
+    for reducer in owned:
         reducer.steps_now()
-    for reducer, _ in _reducers(guarded):
-        update = update or reducer.update(optimizer)
-    hidden = any(p.grad is not None and slices_of(p.grad) is not None for p in parameters)
-    if update is None and closure is None and not hidden:
+    instead = _step_of_slices(optimizer, owned, closure)
+    if instead is None and closure is not None:
+        instead = partial(_checked, optimizer, closure)
+    if instead is None:
         return None
-    # Hooks of the user's own come after this one, and may still change gradients: so it is the closure that
-    # makes the step, which an optimizer calls before all else.
-    instead = partial(_checked, optimizer, closure) if update is None else partial(update, closure)
     return (args[0], instead), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
-def _checked(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns. The optimizer finds the gradients that it may use, and those alone."""
-    found = None
-    if closure is not None:
-        found = closure()
-        require_reduced(optimizer)
-    for slices, stand_ins in by_slices([p.grad for p in _parameters(optimizer) if p.grad is not None]):
-        slices.used(stand_ins)
+def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    """What ``closure`` returns, which may have exchanged the gradients."""
+    found = closure()
+    require_reduced(optimizer)
     return found
 
 
-def _require_alike(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
-    """Raise, on all ranks, unless they have the same gradients, which no exchange has seen. Collective."""
-    unlike: int | None = 0
-    if reducer.all_step and not reducer.sharded and doubts[0][0].is_alive:
-        unlike = reducer.first_unlike([(entry.name, gradient) for entry, gradient, _ in doubts])
-    if unlike is not None:
-        entry, _, problem = doubts[unlike]
-        raise RuntimeError(f"optimizer.step(): parameter {entry.name!r} {problem}")
-    for entry, _, _ in doubts:
-        entry.is_alike()
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = _parameters(optimizer)
-    guarded = _guard(optimizer, parameters)
-    for reducer, places in _reducers(guarded):
-        num_reductions = reducer.num_reductions
-        for i in places:
-            if (entry := guarded.entries[i]) is not None:
-                entry.used(parameters[i].grad, num_reductions)
-    for reducer, _ in _reducers(guarded):
+    owned = _owned(_parameters(optimizer))
+    for reducer, members in owned.items():
+        for parameter, owner in members:
+            owner.reductions_used = reducer.num_reductions
+            owner.accept(parameter.grad)
+    for reducer in owned:
         reducer.stepped()
 
 
-def _reducers(guarded: Guarded) -> Iterator[tuple[Reduction, list[int]]]:
-    """Each once, in the order of the parameters, which is the same on all ranks."""
-    for reference, places in zip(guarded.reducers, guarded.places, strict=True):
-        reducer = reference()
-        if reducer is not None:
-            yield reducer, places
+def _step_of_slices(
+    optimizer: Optimizer, owned: Owned, closure: Callable[[], Any] | None
+) -> Callable[[], Any] | None:
+    """Where gradients are in slices, or on other ranks, what the optimizer is given as its closure; or None.
+
+    It makes the step (``Reduction.update``), or removes stand-ins of gradients that are elsewhere. An
+    optimizer calls its closure before all else, and after the hooks of the user's own, which may still change
+    gradients.
+    """
+    for reducer in owned:
+        if (update := reducer.update(optimizer)) is not None:
+            return partial(update, closure)
+    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    if not any(slices_of(gradient) is not None for gradient in gradients):
+        return None
+
+    def without_stand_ins() -> Any:
+        found = None if closure is None else _checked(optimizer, closure)
+        left = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+        for slices, stand_ins in by_slices(left):
+            slices.used(stand_ins)
+        return found
+
+    return without_stand_ins
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -277,6 +277,12 @@ class Reduction(ABC):
             for bucket in self.buckets:
                 bucket.begin_nodes(*key)
 
+    def has_zeros(self, positions: Collection[int]) -> None:
+        """The gradients at ``positions`` were zeros before this reduction: without others they stay zeros."""
+        for bucket in self.buckets if positions else ():
+            for slot in bucket.slots:
+                slot.present |= slot.position in positions
+
     def open_leaf(self, leaf: int, *, last: bool) -> None:
         """Gradients that arrive from now on belong to ``leaf``; ``last``: of this rank in this reduction."""
         self.leaf, self._last = leaf, last

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.rng.attributes import at_hand, own_attributes
-from instep.step.optimizer_guard import entries_of, refuse
+from instep.step.optimizer_guard import owners_of, refuse
 
 DEPTH = 4  # containers within containers that are looked into
 WIDTH = 1000  # so many things of each, because a container may be a data set
@@ -47,7 +47,7 @@ class UnregisteredWeights:
         for (name, x), (gradient, version) in zip(self._weights, self._before, strict=True):
             if x.grad is None or (x.grad is gradient and x.grad._version == version):
                 continue
-            if not any(entry.is_alive for entry in entries_of([x])):  # no other wrapper reduces it
+            if not any(entry.is_alive for entry in owners_of([x])):  # no other wrapper reduces it
                 refuse(
                     x,
                     f"{name!r} holds a trainable tensor of shape {tuple(x.shape)} that is no parameter of "

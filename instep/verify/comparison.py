@@ -1,156 +1,130 @@
-"""What ranks have of a gradient, beside that of one process, which the first of them has computed.
+"""Compares the gradient of a distributed step with that of one process.
 
-The reference goes to all ranks, one parameter at a time, so that whatever each has of the gradient is looked
-at, all of it or a piece, and only figures come back.
+    rank 0    distributed step -> d     l0 ... lW-1 -> r      |d - r|, |d|, |r|
+    rank 1    distributed step -> d     l0 ... lW-1 -> r      |d - r|, |d|, |r|      only figures travel
+
+Every rank computes the whole reference r by itself: no rank has to trust a sum of another one, a forward that
+depends on the rank shows, and modules that gather their weights do so on all ranks, in the same order. Of r a
+rank adds up only the pieces of the gradient that it has, in float64.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from instep.memory import as_bytes
+from instep.errors import InstepError
+from instep.net.agree import all_or_none
 from instep.net.process_group import Group
 from instep.reduce.buckets import wire_dtype
-from instep.state.homes import shape_of
-from instep.verify.gradient_report import GradientFigures, Reference, joined
-from instep.verify.subject import GradientPiece
+from instep.state.hash import tensor_digest
+from instep.verify.gradient_report import GradientFigures, Report, Tolerance, make_report
+from instep.verify.subject import GradientPiece, Value
 
 # Relative to the norm of a gradient: what other kernels, threads or orders of sums may make of it.
 TOLERANCES = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 TOLERANCE = 1e-5  # of float32
+ERRORS = (ValueError, TypeError, RuntimeError, InstepError)
 
-Ours = list[tuple[GradientPiece, Tensor | None]]
-"""What this rank has of the gradient after the exchange."""
+Part = tuple[str, Callable[[], tuple[int, Sequence[Tensor | None]]]]
+"""One part of the reference: its name, and what computes its weight and the gradient of every parameter."""
 
 
-@dataclass
-class Mean:
-    """One parameter's gradient in one process, as far as it has been computed; on the first rank.
+def compare(
+    group: Group,
+    parameters: Mapping[str, Tensor],
+    copy: int,
+    pieces: Sequence[GradientPiece],
+    values: Iterable[Value],
+    step: Callable[[], object],
+    parts: Iterable[Part],
+    *,
+    rtol: float | None,
+    floor: float,
+    strategy: str,
+    ordered: bool,
+) -> Report:
+    """Run ``step``, compute the reference from ``parts``, the same on all ranks, and compare. Collective.
 
-    ``add`` those of its parts, each of a rank's batch or of a micro-batch; then ``divide``.
+    This rank has copy number ``copy`` of the gradient of ``parameters``, the trainable ones by name, or its
+    ``pieces`` of that copy, and ``values`` of a model. ``rtol`` is the allowed error, relative to the norm of
+    each gradient; None: by its dtype, and at least ``floor``.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, InstepError: a part raised on one rank; all ranks name it.
     """
+    differing = differing_values(values, group)
+    step()
+    ours = [piece.gradient() for piece in pieces]
+    totals: list[Tensor | None] = [None] * len(pieces)
+    norms, total_weight = [0.0] * len(pieces), 0
+    for name, compute in parts:
+        what = f"computing the gradient of {name} again"
+        weight, gradients = all_or_none(group, what, compute, errors=ERRORS)
+        total_weight += weight
+        for i, piece in enumerate(pieces):
+            gradient = gradients[piece.position]
+            if gradient is not None:
+                x = _wide(piece.of(gradient))
+                norms[i] += _norm(x)
+                total = totals[i]
+                totals[i] = x if total is None else total.add_(x)
+    rank, scale = group.global_rank, total_weight or 1
+    figures = [_figures(rank, *each, scale) for each in zip(ours, totals, norms, strict=True)]
+    text = json.dumps([copy, [piece.position for piece in pieces], figures])
+    copies: dict[int, dict[int, list[GradientFigures]]] = {}
+    for found in group.all_gather_bytes(text.encode(), "the figures of all ranks"):
+        number, positions, rows = json.loads(found)
+        for position, row in zip(positions, rows, strict=True):
+            copies.setdefault(number, {}).setdefault(position, []).append(GradientFigures(*row))
+    tolerances = []
+    for name, p in parameters.items():
+        relative = max(TOLERANCES.get(p.dtype, TOLERANCE), floor) if rtol is None else rtol
+        tolerances.append(Tolerance(name, relative, torch.finfo(wire_dtype(p.dtype)).eps))
+    by_copy = [[pieces[i] for i in range(len(tolerances))] for _, pieces in sorted(copies.items())]
+    return make_report(
+        tolerances, by_copy, group.size, strategy=strategy, ordered=ordered, differing=differing
+    )
 
-    total: Tensor | None = None
-    rank_norm: float = 0.0
-    own: bool = False
 
-    def add(self, gradient: Tensor | None) -> None:
-        """In double precision."""
-        if gradient is not None:
-            x = wide(gradient)
-            self.rank_norm += norm(x)
-            self.total = x if self.total is None else self.total.add_(x)
-
-    def divide(self, by: int) -> None:
-        """All parts are added, which are ``by`` ranks, or items."""
-        self.rank_norm /= by
-        if self.total is not None:
-            self.total.div_(by)
+def _figures(
+    rank: int, mine: Tensor | None, total: Tensor | None, norms: float, scale: int
+) -> GradientFigures:
+    zero = torch.zeros(1, dtype=torch.float64)
+    d = zero if mine is None else _wide(mine)
+    r = zero if total is None else total.div_(scale)
+    product = 0.0 if mine is None or total is None else torch.vdot(d.flatten(), r.flatten()).real.item()
+    return GradientFigures(rank, _norm(d - r), _norm(d), _norm(r), norms / scale, product)
 
 
-class GradientComparison:
-    """Of the gradients of ``parameters``, by ``names``, among the ranks of ``group``.
+def differing_values(values: Iterable[Value], group: Group) -> list[str]:
+    """The ``values`` with other bits on one rank than on another, in words. Collective.
 
-    This rank has copy number ``copy`` of them, or pieces of it. ``rtol`` is the error that is allowed,
-    relative to the norm of each; None: by its dtype, and at least ``floor``.
+    A piece of a value is compared with the same piece on other ranks, if there are any.
     """
-
-    def __init__(
-        self,
-        group: Group,
-        copy: int,
-        names: Sequence[str],
-        parameters: Sequence[Tensor],
-        rtol: float | None,
-        floor: float,
-    ) -> None:
-        self.group, self.copy, self.names, self.parameters = group, copy, names, parameters
-        self.rtol, self.floor = rtol, floor
-
-    def of(self, ours: Ours, means: Sequence[Mean]) -> tuple[list[Reference], list[list[GradientFigures]]]:
-        """The references, and figures by copy of the gradient and parameter; ``means`` count on the first
-        rank. Collective."""
-        told = [asdict(self._described(i, mean)) for i, mean in enumerate(means) if self.group.rank == 0]
-        text = self.group.all_gather_bytes(json.dumps(told).encode(), "the figures of the reference")[0]
-        references = [Reference(**fields) for fields in json.loads(text)]
-        return references, self._compared(ours, means, references)
-
-    def tolerance(self, i: int) -> float:
-        """That of parameter ``i``."""
-        if self.rtol is not None:
-            return self.rtol
-        return max(TOLERANCES.get(self.parameters[i].dtype, TOLERANCE), self.floor)
-
-    def _described(self, i: int, mean: Mean) -> Reference:
-        return Reference(
-            self.names[i],
-            mean.total is not None,
-            0.0 if mean.total is None else norm(mean.total),
-            mean.rank_norm,
-            self.tolerance(i),
-            torch.finfo(wire_dtype(self.parameters[i].dtype)).eps,
-            mean.own,
-        )
-
-    def _compared(
-        self, ours: Ours, means: Sequence[Mean], references: Sequence[Reference]
-    ) -> list[list[GradientFigures]]:
-        mine: dict[int, GradientFigures] = {}
-        pieces = {piece.position: (piece, gradient) for piece, gradient in ours}
-        for i, (mean, reference) in enumerate(zip(means, references, strict=True)):
-            expected = self._told(i, mean, reference)  # one parameter at a time
-            if i in pieces:
-                mine[i] = self._figures(*pieces[i], expected)
-        said = json.dumps([self.copy, {i: asdict(found) for i, found in mine.items()}])
-        everyone = self.group.all_gather_bytes(said.encode(), "the figures of all ranks")
-        copies: dict[int, list[dict[str, dict[str, Any]]]] = {}
-        for text in everyone:
-            number, figures = json.loads(text)
-            copies.setdefault(number, []).append(figures)
-        return [
-            [
-                joined([GradientFigures(**figures[str(i)]) for figures in parts if str(i) in figures])
-                for i in range(len(references))
-            ]
-            for _, parts in sorted(copies.items())
-        ]
-
-    def _told(self, i: int, mean: Mean, reference: Reference) -> Tensor:
-        """The reference of parameter i, which the first rank has in ``mean``. Collective."""
-        parameter = self.parameters[i]
-        if mean.total is None:
-            dtype = _wide_dtype(parameter)
-            expected = torch.zeros(shape_of(parameter), dtype=dtype, device=parameter.device)
-        else:
-            expected = mean.total
-        if reference.present and expected.numel():
-            operation = f"the broadcast of the reference of {reference.name!r}"
-            self.group.broadcast(as_bytes(expected), operation)
-        return expected
-
-    def _figures(self, piece: GradientPiece, mine: Tensor | None, expected: Tensor) -> GradientFigures:
-        r = piece.of(expected)
-        d = torch.zeros_like(r) if mine is None else wide(mine)
-        product = torch.vdot(d.reshape(-1), r.reshape(-1)).real.item()
-        return GradientFigures(self.group.global_rank, mine is not None, norm(d - r), norm(d), product)
+    mine = [(x.name, x.first, tensor_digest(x.tensor).hex()) for x in values]
+    everyone = group.all_gather_bytes(json.dumps(mine).encode(), "the comparison of values")
+    found: dict[tuple[str, int], dict[int, str]] = {}  # by name and first element: digests by rank
+    for rank, data in zip(group.ranks, everyone, strict=True):
+        for name, first, digest in json.loads(data):
+            found.setdefault((name, first), {})[rank] = digest
+    lines = []
+    for (name, _), digests in found.items():
+        rank, expected = next(iter(digests.items()))
+        if differ := [str(other) for other, digest in digests.items() if digest != expected]:
+            lines.append(f"{name!r} has other values on rank {', '.join(differ)} than on rank {rank}")
+    return lines
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.dtype.is_complex else torch.float64
-
-
-def wide(x: Tensor) -> Tensor:
+def _wide(x: Tensor) -> Tensor:
     """``x`` as a dense copy in double precision."""
     x = x.detach()
-    return (x.to_dense() if x.is_sparse else x).to(_wide_dtype(x), copy=True).contiguous()
+    dtype = torch.complex128 if x.dtype.is_complex else torch.float64
+    return (x.to_dense() if x.is_sparse else x).to(dtype, copy=True).contiguous()
 
 
-def norm(x: Tensor) -> float:
-    """Of all elements."""
+def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x))

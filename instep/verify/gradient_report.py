@@ -1,7 +1,7 @@
-"""What ``verify`` has found: figures per parameter, a verdict, and the likely cause. Pure.
+"""What ``verify`` reports: figures per parameter, a verdict and the likely cause. Pure.
 
-d is the gradient that a rank ended with, r the one that one process computes, l the gradient of one rank's
-batch alone, W the number of ranks. Norms are over all elements of a parameter, also where d is in slices.
+d is the gradient that a rank has after the exchange, r the one that one process computes, l the gradient of
+one part of the reference (a rank's batch, or a micro-batch). Norms are over all elements of a parameter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.errors import InstepError
 
@@ -17,47 +17,56 @@ ROWS_SHOWN = 20
 NAMED = 3  # parameters in an error message
 SIMPLE = 1e-3  # how near to a simple number a ratio has to be, to be called by its name
 
-UNUSED = "unused"
-NOTHING = "nothing came"
-OWN = "this rank's own"
-FLIPPED = "sign flipped"
+ZERO = "zero or unused"
+MISSING = "missing"
+RANKS_DIFFER = "differs between ranks"
+TURNED = "another direction"
 NOT_FINITE = "not finite in one process either"
+SCALED = (
+    "something {} by the world size what instep has averaged already: let the loss be a mean over this "
+    "rank's batch, and scale neither it nor .grad by the world size"
+)
+CAUSES = {  # of gradients with a note that contains the key; the first that fits
+    NOT_FINITE: "the loss or its gradient is not finite: look at the batch and the weights, not at the ranks",
+    MISSING: "a gradient is lost before the exchange: look for a hook that zeroes or drops it, or for a "
+    "forward that detaches the parameter or leaves it out when the model is wrapped",
+    RANKS_DIFFER: "the ranks have different gradients after the exchange: wrap the module after its last "
+    "parameter was made, and change .grad on all ranks in the same way",
+    "1 / world size": SCALED.format("divides"),
+    "world size": SCALED.format("multiplies"),
+    TURNED: "forward is not the same function twice: look for random numbers from outside of torch's default "
+    "generators, state that is no buffer, buffers that differ between ranks (broadcast_buffers=False), "
+    "kernels that are not deterministic, or another CPU or GPU on one rank (then pass a larger rtol)",
+    "": "something scales these gradients in the distributed step only: look for a hook on the parameter",
+}
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One parameter in one process: |r|, the mean over ranks of |l|, and how near d has to be to r.
-
-    ``tolerance`` is relative to |r|; ``rounding`` is the relative error of one addition. ``own``: rank 0
-    ended with the gradient of its own batch.
-    """
+class Tolerance(NamedTuple):
+    """The allowed |d - r| of parameter ``name``, relative to |r|; ``rounding`` is that of one addition."""
 
     name: str
-    present: bool
-    norm: float
-    rank_norm: float
-    tolerance: float
+    relative: float
     rounding: float
-    own: bool
 
 
-@dataclass(frozen=True)
-class GradientFigures:
-    """One parameter in one copy of d, or a piece of it: |d - r|, |d| and the inner product of d and r.
+class GradientFigures(NamedTuple):
+    """One parameter, or a piece of one, in one copy of d; 0 is also the norm of what is absent.
 
-    ``rank`` is the one that has it; of a copy in pieces, the one whose piece is the farthest from r.
+    ``rank`` has it; ``distance`` is |d - r|, ``norm`` |d|, ``reference`` |r|, ``part_norm`` the mean of |l|,
+    and ``product`` the inner product of d and r.
     """
 
     rank: int
-    present: bool
     distance: float
     norm: float
+    reference: float
+    part_norm: float
     product: float
 
 
 @dataclass(frozen=True)
 class GradientRow:
-    """One parameter, as the rank has it whose gradient, or whose piece of it, is the worst.
+    """One parameter on the ``rank`` with the worst gradient.
 
     ``error`` is |d - r| / |r|. ``ratio`` is |d| / |r|, negative if d points the other way, and None where r
     is zero. ``note`` says what the ratio stands for, if it is a simple one.
@@ -71,7 +80,7 @@ class GradientRow:
     rank: int
 
     def ratio_text(self) -> str:
-        """As in "2.000 = world size" and "0.000: nothing came"."""
+        """As in "2.000 = world size" and "0.000: missing"."""
         if self.ratio is None:
             return self.note
         between = " = " if "world size" in self.note else ": "
@@ -85,10 +94,9 @@ class Report:
     Attributes:
         rows: a ``GradientRow`` for each trainable parameter, the worst first.
         world_size: the number of ranks.
-        strategy: how the gradients travelled.
+        strategy: how gradients were reduced.
         ordered: whether they were added in the fixed order.
-        differing: names of parameters whose *values* are not the same on all ranks.
-        differing_buffers: the same of buffers; they may differ, but explain gradients that do.
+        differing: parameters with other *values* on one rank than on another, in words.
 
     Example:
         >>> model = instep.DataParallel(model)
@@ -107,7 +115,6 @@ class Report:
     strategy: str
     ordered: bool
     differing: tuple[str, ...] = ()
-    differing_buffers: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -117,7 +124,14 @@ class Report:
     @property
     def cause(self) -> str:
         """What is probably wrong, and what to do about it; "" if all is well."""
-        return "" if self.ok else _cause(self)
+        if self.differing:
+            named = "; ".join([*self.differing[:NAMED], *["and others"] * (len(self.differing) > NAMED)])
+            return (
+                f"the ranks hold different models: {named}. Load the same checkpoint everywhere, or wrap "
+                "with init_sync=True to take rank 0's values"
+            )
+        notes = [row.note for row in self.rows if not row.ok]
+        return next((cause for key, cause in CAUSES.items() if any(key in note for note in notes)), "")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; what is not finite is None there."""
@@ -148,7 +162,7 @@ class Report:
         lines = [_headline(self), f"  {'parameter':{width}}  {'error':>7}  rank  ratio to one process"]
         for row in shown:
             mark = " " if row.ok else "!"
-            error = "-" if row.note == UNUSED else f"{row.error:.1e}"
+            error = "-" if row.note == ZERO else f"{row.error:.1e}"
             lines.append(f"{mark} {row.name:{width}}  {error:>7}  {row.rank:>4}  {row.ratio_text()}")
         if rest := self.rows[ROWS_SHOWN:]:
             bad = sum(not row.ok for row in rest)
@@ -157,83 +171,58 @@ class Report:
 
 
 def make_report(
-    references: Sequence[Reference],
-    copies: Sequence[Sequence[GradientFigures]],
+    tolerances: Sequence[Tolerance],
+    copies: Sequence[Sequence[Sequence[GradientFigures]]],
     world_size: int,
     *,
     strategy: str,
     ordered: bool,
     differing: Sequence[str],
-    differing_buffers: Sequence[str],
 ) -> Report:
-    """The report of ``copies[c][i]``: parameter i in copy c of the gradient; rank 0 has, or shares, c = 0."""
-    whole = math.sqrt(sum(reference.norm**2 for reference in references))
+    """The report of ``copies[c][i]``: the pieces of parameter i in copy c of the gradient."""
+    whole = [[joined(pieces) for pieces in by_parameter] for by_parameter in copies]
+    total = math.hypot(*(figures.reference for figures in whole[0]))
     rows = []
-    for i, reference in enumerate(references):
-        first = _row(reference, copies[0][i], whole, world_size)
-        if first.ok:  # its own gradient may be the right one: all ranks may have passed the same batch
-            reference = replace(reference, own=False)
-        by_copy = [_row(reference, found[i], whole, world_size) for found in copies]
-        rows.append(min(by_copy, key=_badness))
-    rows.sort(key=_badness)
-    return Report(tuple(rows), world_size, strategy, ordered, tuple(differing), tuple(differing_buffers))
+    for tolerance, by_copy in zip(tolerances, zip(*whole, strict=True), strict=True):
+        row = min((_row(tolerance, figures, total, world_size) for figures in by_copy), key=_badness)
+        if not row.ok and len({f"{figures.norm:.6e}" for figures in by_copy}) > 1:
+            row = replace(row, note=RANKS_DIFFER)
+        rows.append(row)
+    return Report(tuple(sorted(rows, key=_badness)), world_size, strategy, ordered, tuple(differing))
 
 
 def joined(pieces: Sequence[GradientFigures]) -> GradientFigures:
-    """The figures of a parameter from those of its pieces."""
+    """The figures of a parameter from those of its pieces; ``rank`` has the worst piece."""
     worst = max(pieces, key=lambda x: math.inf if math.isnan(x.distance) else x.distance)
-    return GradientFigures(
-        worst.rank,
-        any(x.present for x in pieces),
-        math.hypot(*(x.distance for x in pieces)),
-        math.hypot(*(x.norm for x in pieces)),
-        sum(x.product for x in pieces),
-    )
+    distance, norm, reference, part_norm = (math.hypot(*(x[i] for x in pieces)) for i in range(1, 5))
+    return GradientFigures(worst.rank, distance, norm, reference, part_norm, sum(x.product for x in pieces))
 
 
-def _row(reference: Reference, figures: GradientFigures, whole: float, world_size: int) -> GradientRow:
-    rank, r, d = figures.rank, reference.norm, figures.norm
-    # The sum over the ranks rounds by its addends, which may cancel. And a gradient that is zero by
+def _row(tolerance: Tolerance, figures: GradientFigures, total: float, world_size: int) -> GradientRow:
+    d, r = figures.norm, figures.reference
+    # The sum over the parts rounds by its addends, which may cancel. And a gradient that is zero by
     # mathematics (a bias before a norm) is all rounding, as large as the others' is.
-    allowed = reference.tolerance * r + reference.rounding * (4 * reference.rank_norm + whole)
-    lost = r > 0 and (not figures.present or d == 0)
-    ok = figures.distance <= allowed and not lost  # not so for NaN
+    allowed = tolerance.relative * r + tolerance.rounding * (4 * figures.part_norm + total)
+    ok = figures.distance <= allowed and not (r > 0 and d == 0)  # not so for NaN
     error = figures.distance / r if r > 0 else (0.0 if figures.distance == 0 else math.inf)
-    if not (reference.present or figures.present):
-        return GradientRow(reference.name, True, 0.0, None, UNUSED, rank)
+    ratio, note = None, ""
     if not math.isfinite(r):
-        return GradientRow(reference.name, False, math.nan, None, NOT_FINITE, rank)
-    if r == 0:
-        return GradientRow(
-            reference.name, ok, error, None, "both zero" if d == 0 else "zero in one process", rank
-        )
-    if not math.isfinite(d):
-        return GradientRow(reference.name, False, error, None, "not finite", rank)
-    ratio = math.copysign(d / r, figures.product)
-    if lost:
-        note = NOTHING
-    elif ok:
-        note = ""
-    elif reference.own and world_size > 1:
-        note = OWN
+        error, note = math.nan, NOT_FINITE
+    elif r == 0:
+        note = ZERO if d == 0 else "zero in one process"
+    elif not math.isfinite(d):
+        note = "not finite"
     else:
-        parallel = abs(figures.product) >= (1 - SIMPLE**2) * d * r
-        note = _simple(ratio, world_size) if parallel else "another direction"
-    return GradientRow(reference.name, ok, error, abs(ratio) if lost else ratio, note, rank)
-
-
-def _simple(ratio: float, world_size: int) -> str:
-    """What a gradient that is ``ratio`` times the right one has probably been multiplied by."""
-    if ratio < 0:
-        return FLIPPED
-    names = {
-        1.0: "",
-        float(world_size): "world size",
-        1 / world_size: "1 / world size",
-        float(world_size**2): "world size squared",
-        1 / world_size**2: "1 / world size squared",
-    }
-    return next((name for x, name in names.items() if math.isclose(ratio, x, rel_tol=SIMPLE)), "")
+        ratio = math.copysign(d / r, figures.product) if d else 0.0
+        if d == 0:
+            note = MISSING
+        elif abs(figures.product) < (1 - SIMPLE**2) * d * r:
+            note = TURNED
+        elif world_size > 1:
+            names = {world_size: "world size", 1 / world_size: "1 / world size"}
+            note = next((name for x, name in names.items() if math.isclose(ratio, x, rel_tol=SIMPLE)), "")
+        note = "" if ok else note
+    return GradientRow(tolerance.name, ok, error, ratio, note, figures.rank)
 
 
 def _badness(row: GradientRow) -> tuple[bool, float]:
@@ -241,51 +230,7 @@ def _badness(row: GradientRow) -> tuple[bool, float]:
 
 
 def _headline(report: Report) -> str:
-    total, bad = len(report.rows), sum(not row.ok for row in report.rows)
+    bad = sum(not row.ok for row in report.rows)
     how = f"{report.strategy}, {'ordered' if report.ordered else 'not ordered'}"
-    where = f"{report.world_size} rank(s) ({how})"
-    if bad:
-        return f"{bad} of {total} gradients on {where} are not those of one process"
-    return f"all {total} gradients on {where} are those of one process"
-
-
-def _cause(report: Report) -> str:
-    notes = [row.note for row in report.rows if not row.ok]
-    if report.differing:
-        named = "; ".join(report.differing[:NAMED])
-        more = f"; and {len(report.differing) - NAMED} more" if len(report.differing) > NAMED else ""
-        return (
-            f"the ranks hold different models: {named}{more}. Load the same checkpoint everywhere, or wrap "
-            "with init_sync=True to take rank 0's values"
-        )
-    if NOT_FINITE in notes:
-        return "the loss or its gradient is not finite: look at the batch and the weights, not at the ranks"
-    if NOTHING in notes:
-        return (
-            "a gradient is lost before the exchange: look for a hook that zeroes or drops it, or for a "
-            "forward that detaches the parameter or leaves it out when the model is wrapped"
-        )
-    if any("world size" in note and not note.startswith("1 /") for note in notes):
-        return (
-            "something multiplies by the world size what instep has averaged already: let the loss be a mean "
-            "over this rank's batch, and scale neither it nor .grad by the world size"
-        )
-    if any(note.startswith("1 /") for note in notes):
-        return (
-            "something divides by the world size what instep has averaged already: let the loss be a mean "
-            "over this rank's batch, and scale neither it nor .grad by the world size"
-        )
-    if OWN in notes:
-        return "it never went through the exchange: wrap the module after its last parameter was made"
-    if report.differing_buffers:
-        named = "; ".join(report.differing_buffers[:NAMED])
-        return f"forward may depend on buffers that differ: {named}. Pass broadcast_buffers=True"
-    if FLIPPED in notes or (notes and "another direction" not in notes):
-        return (
-            "something scales these gradients in the distributed step alone: look for a hook on the parameter"
-        )
-    return (
-        "forward is not the same function twice: look for random numbers from outside of torch's default "
-        "generators, state that is no buffer, kernels that are not deterministic, or another CPU or GPU on "
-        "one of the ranks (then pass a larger rtol)"
-    )
+    which = f"{f'{bad} of' if bad else 'all'} {len(report.rows)} gradients"
+    return f"{which} on {report.world_size} rank(s) ({how}) are {'not ' * bool(bad)}those of one process"

@@ -1,7 +1,7 @@
-"""The model on trial: what ``verify`` has to know of it where gradients and weights are in slices; its loss.
+"""The model under test: what a kind of wrapper tells ``verify`` about it, and its loss.
 
 replicas    rank 0  | d d d d |    rank 1  | d d d d |     two copies of the gradient d
-slices      rank 0  | d d . . |    rank 1  | . . d d |     one copy, of both ranks together
+shards      rank 0  | d d . . |    rank 1  | . . d d |     one copy, on both ranks together
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instep.step.backward import Backward
 class GradientPiece(NamedTuple):
     """What this rank has of the gradient of trainable parameter number ``position``.
 
-    ``of(x)`` are the same elements of ``x``, which has the parameter's shape. ``gradient()`` is the piece,
+    ``of(x)`` are the same elements of ``x``, a tensor of the parameter's shape. ``gradient()`` is the piece,
     after an exchange; None if there is none.
     """
 
@@ -34,7 +34,7 @@ class GradientPiece(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A parameter or buffer as it counts between steps, or the piece from element ``first`` that is here."""
+    """A parameter between two steps, or the piece from element ``first`` that is on this rank."""
 
     name: str
     first: int
@@ -43,15 +43,15 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on trial, and what this rank has of it.
+    """A model under test, and what this rank has of it.
 
-    ``model``      what is called; ``backward.module`` is the same without its wrapper, if it has one
-    ``strategy``   what a report calls the way in which gradients travel
-    ``seed``       keys the random numbers of the trial
-    ``copy``       number of the copy of the gradient that this rank has, or has ``pieces`` of; rank 0's is 0
-    ``values``     of all parameters, frozen ones too
+    ``model``      is called in the distributed step; ``backward.module`` computes the reference
+    ``strategy``   how gradients are reduced, for the report
+    ``seed``       keys the random numbers of the test
+    ``copy``       number of the copy of the gradient that this rank has, or has ``pieces`` of; rank 0 has 0
+    ``values``     all parameters, frozen ones too
     ``memory``     what else a step writes to
-    ``apart``      inside it, forwards and backwards leave nothing behind that only the wrapper knows of
+    ``isolated``   inside it, forwards and backwards leave no trace in what the wrapper learns from steps
     """
 
     model: nn.Module
@@ -62,7 +62,7 @@ class Subject:
     pieces: Sequence[GradientPiece]
     values: Sequence[Value]
     memory: Sequence[Tensor] = ()
-    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
+    isolated: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -70,37 +70,25 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def loss_of(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
-    """``loss(model, batch)``, or what the model computes from ``batch``, to be walked backwards.
+    """``loss(model, batch)``; without ``loss`` the model's output, ``output.loss`` or ``output["loss"]``.
 
     Raises:
-        ValueError: it is no scalar with a gradient.
+        ValueError: the loss is not a scalar with a gradient.
     """
-    value = loss(model, batch) if loss is not None else _own_loss(_call(model, batch))
+    if loss is not None:
+        value: Any = loss(model, batch)
+        fix = "let loss be the mean over the batch"
+    else:
+        if isinstance(batch, Mapping):
+            value = model(**batch)
+        else:
+            value = model(*batch) if isinstance(batch, list | tuple) else model(batch)
+        if not isinstance(value, Tensor):
+            value = value.get("loss") if isinstance(value, Mapping) else getattr(value, "loss", value)
+        fix = (
+            "pass loss=lambda model, batch: ..., or let the model return it, or have it as .loss or ['loss']"
+        )
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"expected the loss to be a scalar tensor with a gradient, got {kind}: let loss be the mean "
-            "over the batch"
-        )
+        raise ValueError(f"expected the loss to be a scalar tensor with a gradient, got {kind}: {fix}")
     return value
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
-
-
-def _own_loss(output: Any) -> Any:
-    """The loss that the model has computed: its output, ``output.loss`` or ``output["loss"]``."""
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    if isinstance(getattr(output, "loss", None), Tensor):
-        return output.loss
-    kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-    raise ValueError(
-        "verify() without loss expects model(batch) to be a scalar, or to have one as .loss or ['loss'], "
-        f"got {kind}: pass loss=lambda model, batch: ..."
-    )

@@ -25,8 +25,19 @@ from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, numbers
 from tests.replicate.nets import WIDTH, Twice
-from tests.replicate.trials import Raises
 from tests.world import world
+
+
+class Raises(torch.autograd.Function):
+    """Backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("planted in backward")
 
 
 class Breaks(nn.Module):

@@ -174,21 +174,6 @@ def test_what_torch_refuses_to_write_to_is_refused_on_one_rank_of_a_pipeline() -
         step([linear(), nn.Sigmoid(), nn.ReLU(inplace=True), linear()], cuts=[2], **LOOPED)
 
 
-class Counting(nn.Module):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x
-
-
-def test_a_counter_is_seen_where_forward_and_backward_are_visits_apart() -> None:
-    counting = Counting()
-    counting.calls = 0
-    with pytest.warns(UserWarning, match=r"forward changed '1.calls' in a declared step"):
-        step([linear(), counting], schedule="1f1b")
-
-
 @pytest.mark.parametrize("cut", [1, 3])
 def test_a_layer_may_be_there_twice(cut: int) -> None:
     def made() -> list[nn.Module]:

@@ -220,3 +220,8 @@ def test_pieces_of_a_tensor_give_the_bits_of_all_of_it(monkeypatch, dtype, threa
             monkeypatch.undo()
     finally:
         torch.set_num_threads(before)
+
+
+def test_other_norms_are_refused():
+    with pytest.raises(ValueError, match=r"norm_type=inf: expected 2, .*torch\.nn\.utils\.clip_grad_norm_"):
+        clip_grad_norm_(with_gradients(torch.ones(2)), 1.0, math.inf)

@@ -156,17 +156,6 @@ def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> N
 
 
 @world(2)
-def test_a_wrapper_goes_on_where_another_rank_refuses_the_newer_one(mesh: Mesh) -> None:
-    module = filled(Dense())
-    model = DataParallel(module, process_group=mesh)
-    with pytest.raises(ValueError, match=r"'layers\.3\.weight' belongs to another DataParallel"):
-        DataParallel(module.layers[3] if mesh.rank == 1 else module, process_group=mesh)
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, module, square)
-    model.close()
-
-
-@world(2)
 def test_a_model_that_was_refused_is_left_as_it_was(mesh: Mesh) -> None:
     module = nn.Linear(2, 2 + mesh.rank)
     with pytest.raises(ValueError, match="shape"):

@@ -117,29 +117,6 @@ def test_a_loop_that_gives_a_whole_step_one_batch_is_told_on_several_ranks(mesh:
     assert len(on(mesh, one_for_all())) == (mesh.rank == 0)
 
 
-def test_a_loop_that_gives_a_whole_step_one_batch_is_told_on_one_rank() -> None:
-    (said,) = on(world_of_one(), one_for_all())
-    assert said.startswith("micro-batches 0 and 1 of a declared step were given the same inputs")
-
-
-def test_an_argument_by_name_counts() -> None:
-    class Named(Dense):
-        def forward(self, *, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-            return super().forward(batch["x"])
-
-    model = DataParallel(filled(Named()), process_group=world_of_one())
-    x = samples().view(-1, SIZE, 6)
-
-    def step(number: int) -> None:
-        for _ in model.micro_batches(2):
-            model(batch={"x": x[number]}).sum().backward()
-        model.zero_grad()
-
-    step(0)
-    with pytest.warns(UserWarning, match="same inputs"):
-        step(1)
-
-
 RIGHT = {
     "samples by index": lambda: by_index(samples()),
     "a data set smaller than a step": lambda: by_index(samples(3 * SIZE)),

@@ -63,7 +63,8 @@ def test_a_module_may_be_wrapped_again(mesh: Mesh) -> None:
     module = filled(Dense())
     model = DataParallel(module, process_group=mesh)
     square(model, mesh.rank).backward()
-    model = DataParallel(module, process_group=mesh, strategy="flat")  # the first one goes only now
+    del model
+    model = DataParallel(module, process_group=mesh, strategy="flat")
     module.zero_grad()
     square(model, mesh.rank).backward()
     assert_mean_gradients(mesh, module, square)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 import random
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -313,66 +310,6 @@ def test_threads_that_share_a_generator_are_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"forward drew from random, which threads share"):
         replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
     replicas.close()
-
-
-class Counts(Dense):
-    def __init__(self, *, always: bool) -> None:
-        super().__init__()
-        self.calls, self.size, self.always = 0, 0, always
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.size = len(x)  # remembered: the same in the second call
-        self.calls += self.always
-        return super().forward(x)
-
-
-def test_a_counter_that_forward_counts_up_is_named_once() -> None:
-    model = DataParallel(nn.Sequential(filled(Counts(always=True))))
-    with pytest.warns(UserWarning, match=r"forward changed '0\.calls' in a declared step") as found:
-        declared_gradients(model)
-    declared_gradients(model)
-    assert len(found) == 1
-    model.close()
-    quiet = DataParallel(filled(Counts(always=False)))
-    declared_gradients(quiet)
-    quiet.close()
-
-
-class CountsBy(Dense):
-    """Counts its calls by ``up``, in what it keeps."""
-
-    def __init__(self, kept: Any, up: Callable[[Any], object]) -> None:
-        super().__init__()
-        self.kept, self.up = kept, up
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.up(self.kept)
-        self.last = [x.detach(), {"rows": len(x)}]  # remembered, not counted
-        return super().forward(x)
-
-
-def add_to(key: Any) -> Callable[[Any], object]:
-    return lambda kept: operator.setitem(kept, key, kept[key] + 1)
-
-
-COUNTERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
-    "a dict": ({"n": 0}, add_to("n")),
-    "a list": ([0], add_to(0)),
-    "an object": (SimpleNamespace(n=0), lambda kept: setattr(kept, "n", kept.n + 1)),
-    "a tensor": (torch.zeros(()), lambda kept: kept.add_(1)),
-    "an array": (np.zeros(1), add_to(0)),
-    "itertools.count": (count(), next),
-    "a Sobol sequence": (torch.quasirandom.SobolEngine(1), lambda kept: kept.draw(1)),
-}
-
-
-@pytest.mark.parametrize("name", COUNTERS)
-def test_a_counter_is_named_in(name: str) -> None:
-    kept, up = COUNTERS[name]
-    model = DataParallel(filled(CountsBy(kept, up)))
-    with pytest.warns(UserWarning, match="forward changed 'kept' in a declared step"):
-        declared_gradients(model)
-    model.close()
 
 
 class Slow:

@@ -104,7 +104,7 @@ def test_a_module_is_sharded_or_wrapped_once(mesh: Mesh, stage: int) -> None:
     inner = fully_shard(module.inner, mesh, stage)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(inner, mesh, stage)
-    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded already: shard each module once"):
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded by fully_shard already"):
         fully_shard(module, mesh, stage)
     with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded by fully_shard"):
         DataParallel(module, process_group=mesh)
@@ -314,3 +314,30 @@ def test_a_state_dict_of_what_is_sharded_in_part_is_whole(mesh: Mesh, stage: int
         module["plain"].weight.zero_()
     assert_same(ours, expected, "memory of its own")
     inner.close()
+
+
+class OwnMethod(Wide):
+    def verify(self, x: int) -> int:
+        return x + 1
+
+
+class OwnModule(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.verify = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.verify(super().forward(x))
+
+
+@STAGES
+def test_a_module_keeps_a_verify_of_its_own(stage: int) -> None:
+    for kind in (OwnMethod, OwnModule):
+        module = filled(kind())
+        before = module.verify
+        model = fully_shard(module, world_of_one(), stage)
+        assert isinstance(model, FullySharded) and model.verify == before
+        x = numbers(4, WIDTH, key="x")
+        assert model.sharding.verify(x, lambda model, x: model(x).square().mean()).ok
+        model.close()
+        assert type(module) is kind

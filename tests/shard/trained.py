@@ -198,6 +198,11 @@ class WideImages(nn.Module):
         return self.out(self.features(x.contiguous(memory_format=torch.channels_last)).mean((2, 3)))
 
 
+def low(model: nn.Module, batch: Tensor) -> Tensor:
+    """The loss of a model that computes in bfloat16."""
+    return model(batch.bfloat16()).float().square().mean()
+
+
 def images_step(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
     model(numbers(2, 3, 7, 7, key=f"images {step} {micro_batch.index}")).square().mean().backward()
 

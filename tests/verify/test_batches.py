@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.verify.trial import pack, unpack
+from instep.verify.batch import pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
         (
             torch.arange(6).view(2, 3).t(),
             torch.tensor([True, False]),
-            torch.complex(torch.ones(2), torch.ones(2)),
+            torch.complex(torch.ones(2), torch.ones(2)).conj(),
         ),
     ],
 )

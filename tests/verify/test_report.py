@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from instep.verify.gradient_report import GradientFigures, GradientRow, Reference, Report, joined, make_report
+from instep.verify.gradient_report import (
+    NOT_FINITE,
+    RANKS_DIFFER,
+    GradientFigures,
+    GradientRow,
+    Report,
+    Tolerance,
+    joined,
+    make_report,
+)
 
 
 def report_of(*rows: GradientRow) -> Report:
@@ -21,81 +30,84 @@ def test_the_table_shows_twenty_and_counts_the_rest() -> None:
     assert text.count("layer.") == 20 and "\n  and 10 more, 2 of them wrong\n" in text
 
 
-def reference(norm: float = 1.0, **changes: object) -> Reference:
-    fields = {"present": True, "rank_norm": norm, "tolerance": 1e-5, "rounding": 1e-7, "own": False}
-    return Reference("weight", norm=norm, **{**fields, **changes})
-
-
-def row_of(reference: Reference, *figures: GradientFigures, others: int = 0) -> GradientRow:
-    """The row of a parameter with ``figures`` of its copies, beside ``others`` right parameters of norm 1."""
-    references = [reference, *[Reference(str(i), True, 1.0, 1.0, 1e-5, 1e-7, False) for i in range(others)]]
-    copies = [[mine, *[GradientFigures(0, True, 0.0, 1.0, 1.0)] * others] for mine in figures]
-    names = {"strategy": "flat", "ordered": True, "differing": (), "differing_buffers": ()}
-    report = make_report(references, copies, len(figures), **names)
+def row_of(*copies: GradientFigures, tolerance: float = 1e-5, others: int = 0) -> GradientRow:
+    """The row of a parameter with figures of its ``copies``, beside ``others`` right parameters of norm 1."""
+    tolerances = [Tolerance(name, tolerance, 1e-7) for name in ["weight", *map(str, range(others))]]
+    right = GradientFigures(0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    figures = [[[mine], *[[right]] * others] for mine in copies]
+    report = make_report(tolerances, figures, len(copies), strategy="flat", ordered=True, differing=())
     return next(row for row in report.rows if row.name == "weight")
 
 
-def test_the_worst_rank_speaks_for_a_parameter():
-    right, wrong = GradientFigures(0, True, 0.0, 1.0, 1.0), GradientFigures(7, True, 0.5, 1.5, 1.5)
-    row = row_of(reference(), right, wrong, right)
-    assert (row.rank, row.ok, row.error, row.ratio) == (7, False, 0.5, 1.5)
+def figures(
+    distance: float,
+    norm: float,
+    product: float,
+    reference: float = 1.0,
+    part_norm: float | None = None,
+    rank: int = 0,
+) -> GradientFigures:
+    return GradientFigures(
+        rank, distance, norm, reference, reference if part_norm is None else part_norm, product
+    )
 
 
-def test_a_copy_in_pieces_has_the_figures_of_the_whole_and_the_rank_of_the_worst_piece():
+def test_the_worst_rank_speaks_for_a_parameter_and_where_ranks_differ_it_says_so() -> None:
+    right, wrong = figures(0.0, 1.0, 1.0), figures(0.5, 1.5, 1.5, rank=7)
+    row = row_of(right, wrong, right)
+    assert (row.rank, row.ok, row.error, row.ratio, row.note) == (7, False, 0.5, 1.5, RANKS_DIFFER)
+    assert row_of(wrong, wrong).note == ""
+
+
+def test_pieces_have_the_figures_of_the_whole_and_the_rank_of_the_worst() -> None:
     # r = (3, 4, 0), d = (3, 8, 0): the second piece is twice as long.
     pieces = [
-        GradientFigures(4, True, 0.0, 3.0, 9.0),
-        GradientFigures(5, True, 4.0, 8.0, 32.0),
-        GradientFigures(6, True, 0.0, 0.0, 0.0),
+        GradientFigures(4, 0.0, 3.0, 3.0, 3.0, 9.0),
+        GradientFigures(5, 4.0, 8.0, 4.0, 4.0, 32.0),
+        GradientFigures(6, 0.0, 0.0, 0.0, 0.0, 0.0),
     ]
-    assert joined(pieces) == GradientFigures(5, True, 4.0, 73**0.5, 41.0)
-    row = row_of(reference(norm=5.0), joined(pieces))
+    assert joined(pieces) == GradientFigures(5, 4.0, 73**0.5, 5.0, 5.0, 41.0)
+    row = row_of(joined(pieces))
     assert (row.rank, row.ok, row.error, row.note) == (5, False, 0.8, "another direction")
     nan = float("nan")
-    assert joined([*pieces, GradientFigures(7, True, nan, nan, nan)]).rank == 7
+    assert joined([*pieces, GradientFigures(7, nan, nan, 1.0, 1.0, nan)]).rank == 7
 
 
-def test_rounding_is_no_fault_and_a_lost_gradient_is_one_however_small_it_is():
+def test_rounding_is_no_fault_and_a_lost_gradient_is_one_however_small_it_is() -> None:
     """A gradient that is zero by mathematics is rounding alone, by the size of the others."""
-    tiny = reference(norm=1e-9)
-    assert row_of(tiny, GradientFigures(0, True, 2e-9, 1e-9, -1e-18), others=3).ok
-    assert not row_of(reference(norm=1e-6), GradientFigures(0, True, 2e-6, 1e-6, -1e-12), others=3).ok
-    assert not row_of(tiny, GradientFigures(0, True, 1e-9, 0.0, 0.0), others=3).ok
-    assert not row_of(tiny, GradientFigures(0, False, 1e-9, 0.0, 0.0), others=3).ok
+    assert row_of(figures(2e-9, 1e-9, -1e-18, reference=1e-9), others=3).ok
+    assert not row_of(figures(2e-6, 1e-6, -1e-12, reference=1e-6), others=3).ok
+    assert not row_of(figures(1e-9, 0.0, 0.0, reference=1e-9), others=3).ok
 
 
-def test_addends_that_cancel_round_by_their_own_size():
-    figures = GradientFigures(0, True, 3e-7, 3e-7, 0.0)
-    assert row_of(reference(norm=1e-8, rank_norm=1.0), figures).ok
-    assert not row_of(reference(norm=1e-8, rank_norm=1e-8), figures).ok
+def test_addends_that_cancel_round_by_their_own_size() -> None:
+    assert row_of(figures(3e-7, 3e-7, 0.0, reference=1e-8, part_norm=1.0)).ok
+    assert not row_of(figures(3e-7, 3e-7, 0.0, reference=1e-8)).ok
 
 
-def test_what_one_process_has_not_is_a_fault_unless_it_is_zero():
-    nothing = reference(norm=0.0, present=False)
-    assert row_of(nothing, GradientFigures(0, False, 0.0, 0.0, 0.0)).note == "unused"
-    assert row_of(nothing, GradientFigures(0, True, 0.0, 0.0, 0.0)).ok
-    assert not row_of(nothing, GradientFigures(0, True, 1.0, 1.0, 0.0)).ok
+def test_what_one_process_does_not_have_is_a_fault_unless_it_is_zero() -> None:
+    assert row_of(figures(0.0, 0.0, 0.0, reference=0.0)).note == "zero or unused"
+    row = row_of(figures(1.0, 1.0, 0.0, reference=0.0))
+    assert not row.ok and row.ratio_text() == "zero in one process"
 
 
-def test_figures_that_are_not_numbers_are_faults():
+def test_figures_that_are_not_numbers_are_faults() -> None:
     nan = float("nan")
-    assert not row_of(reference(), GradientFigures(0, True, nan, nan, nan)).ok
-    assert not row_of(reference(norm=nan), GradientFigures(0, True, nan, 1.0, nan)).ok
+    assert row_of(figures(nan, nan, nan)).ratio_text() == "not finite"
+    assert row_of(figures(nan, 1.0, nan, reference=nan)).note == NOT_FINITE
 
 
-def test_ratios_have_names_only_where_directions_agree():
+def test_ratios_have_names_only_where_directions_agree() -> None:
     def text(factor: float, product: float, world_size: int) -> str:
-        figures = GradientFigures(0, True, abs(factor - 1) + 1e-3, factor, product)
-        return row_of(reference(), *[figures] * world_size).ratio_text()
+        return row_of(*[figures(abs(factor - 1) + 1e-3, factor, product)] * world_size).ratio_text()
 
     assert text(4.0, 4.0, 4) == "4.000 = world size"
-    assert text(9.0, 9.0, 3) == "9.000 = world size squared"
     assert text(0.25, 0.25, 4) == "0.250 = 1 / world size"
     assert text(2.5, 2.5, 2) == "2.500"
     assert text(2.0, 1.0, 2) == "2.000: another direction"
 
 
-def test_a_report_goes_through_json():
+def test_a_report_goes_through_json() -> None:
     row = GradientRow("weight", False, float("inf"), None, "zero in one process", 0)
     found = json.loads(json.dumps(report_of(row).to_dict(), allow_nan=False))
     assert found["ok"] is False and found["world_size"] == 2
