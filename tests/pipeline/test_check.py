@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from instep.pipeline.actions import BACKWARD, FORWARD, Action, GridPlace, Schedule
 from instep.pipeline.check import IllegalSchedule, activations, check, peak_activations
 from instep.pipeline.schedules import generate
-from instep.pipeline.simulate import StageTimes, run
+from instep.pipeline.simulate import StageTimes, simulate
 from tests.pipeline.drawn import schedules
 
 
@@ -135,9 +135,9 @@ def test_what_is_refused_is_what_does_not_come_to_its_end(schedule, data):
         check(swapped)
     except IllegalSchedule:
         with pytest.raises(ValueError, match="does not come to its end"):
-            run(swapped, StageTimes(1, 1, 1))
+            simulate(swapped, StageTimes(1, 1, 1))
     else:
-        run(swapped, StageTimes(1, 1, 1))
+        simulate(swapped, StageTimes(1, 1, 1))
 
 
 @given(schedules(ranks=2), st.data())

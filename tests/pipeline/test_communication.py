@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from instep.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Rows, Schedule
 from instep.pipeline.communication import programs, receiver, send_of
 from instep.pipeline.schedules import generate
-from instep.pipeline.simulate import StageTimes, run
+from instep.pipeline.simulate import StageTimes, simulate
 from tests.pipeline.drawn import schedules
 
 
@@ -62,7 +62,7 @@ def test_receives_keep_the_order_of_the_sends_where_uses_do_not():
 def test_every_message_has_two_ends_and_every_receive_stands_before_its_use(schedule, ahead):
     rows = programs(schedule, ahead)
     require_same_order(schedule, rows)
-    run(schedule, StageTimes(1, 1, 1), ahead)  # which comes to its end
+    simulate(schedule, StageTimes(1, 1, 1), ahead=ahead)  # which comes to its end
     assert [[action for action in row if action.kind in COMPUTE] for row in rows] == [
         list(row) for row in schedule.rows
     ]
