@@ -173,8 +173,7 @@ class _Outbox:
                 f"expected at most {MOST_SLOTS} messages from one rank to another whose tensors are in use: "
                 "take fewer micro-batches per step, or release what was received"
             )
-        with torch.inference_mode(False):  # in which this may be called, and not when it is used again
-            memory = self._heap.allocate(size).tensor
+        memory = self._heap.allocate(size).tensor
         slot = _Slot(self.num_slots, memory, self._heap.address_of(memory))
         slots.append(slot)
         self.num_slots += 1

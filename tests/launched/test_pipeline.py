@@ -19,7 +19,7 @@ def test_a_pipeline_that_loses_a_rank_stops_and_goes_on_cut_otherwise_is_the_run
 ) -> None:
     run = (*recipe, "--run-dir", "run")
     fault = ("--fault", "kill:rank=1,step=2,phase=backward")
-    cut = (PP, 2, SCHEDULE, "zb-v", CUTS, "memory")
+    cut = (PP, 2, SCHEDULE, "zb-v", CUTS, "cost")
     ended = train(*run, *cut, "-n", 2, *fault, "--stop-after", 4, cwd=tmp_path)
     assert ended.code == 75, ended.err
     assert "strategy bucketed, pipelines of 2 ranks (zb-v); " in ended.err
