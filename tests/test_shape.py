@@ -131,7 +131,7 @@ BUDGET = {
     "models": 470,
     "native": 250,
     "net": 2880,
-    "pipeline": 4180,
+    "pipeline": 4171,
     "recipes": 1530,
     "reduce": 2765,
     "replicate": 2860,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -102,21 +102,12 @@ class TensorSpec(NamedTuple):
             bool(on_device), DTYPES[dtype], tuple(rest[:ndim]), tuple(rest[MAX_DIMS : MAX_DIMS + ndim])
         )
 
-    def looks_like(self, other: TensorSpec) -> bool:
-        """Whether they differ by the order of memory at most."""
-        return self[:3] == other[:3]
-
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
-class Described(NamedTuple):
-    """Tensors to be sent: those that are there, each as one row in the order of its memory."""
-
-    there: int
-    trained: int
-    rows: list[int]
-    tensors: list[Tensor]
+Described: TypeAlias = tuple[int, int, list[int], list[Tensor]]
+"""``there`` and ``trained`` as in a head, rows, tensors."""
 
 
 class Route:
@@ -137,7 +128,8 @@ class Route:
         self.packet_bytes = max(FIRST_BYTES, HEAD_BYTES + sum(sizes) + WORD)
 
     def describe(self, action: Action, tensors: Sequence[Tensor | None]) -> Described:
-        """``tensors``, to be sent as ``action``; with rows, unless all look as both ends know.
+        """How ``tensors`` are sent as ``action``: which are there and trained, rows unless all look as both
+        ends know, and those that are there, each as one row in the order of its memory.
 
         Raises:
             TypeError, ValueError: they cannot be sent, or have other shapes than the first ones.
@@ -155,7 +147,7 @@ class Route:
             if not x.is_contiguous():
                 x = with_strides(x, dense_strides(x))
             spec, known = TensorSpec(is_on_device(x), x.dtype, tuple(x.shape), x.stride()), self.specs[i]
-            if known is not None and not spec.looks_like(known) and action.stage != NO_STAGE:
+            if known is not None and spec[:3] != known[:3] and action.stage != NO_STAGE:
                 raise ValueError(
                     f"{action}: stage {action.stage} sends a tensor of {spec}, and the first micro-batch had "
                     f"{known}: what goes between stages has the same shape in every micro-batch: pad the "
@@ -167,7 +159,7 @@ class Route:
             for i, (spec, _) in found.items():
                 self.specs[i] = spec
                 rows += spec.row()
-        return Described(there, trained, rows, [x.as_strided((x.numel(),), (1,)) for _, x in found.values()])
+        return there, trained, rows, [x.as_strided((x.numel(),), (1,)) for _, x in found.values()]
 
     def understand(self, head: MessageHead, rows: Sequence[int]) -> list[TensorSpec]:
         """The specs of the tensors that are there."""
