@@ -14,10 +14,11 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -27,15 +28,13 @@ from instep.mesh.mesh import Mesh
 from instep.shard.shard_groups import shard_group_of
 from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
-from tests.parity import numbers
+from tests.parity import LeafStep, filled, numbers, world_of_one
 from tests.shard.trained import assert_same
 from tests.world import world
 
 WIDTH, NUM_LEAVES = 72, 5
-FUSED = {
-    "lr": 0.02,
-    "fused": True,
-}  # loops of torch round what is left after whole vectors by the shape of a slice
+# Not a loop of torch, which rounds what is left after whole vectors by the shape of a slice.
+FUSED = {"lr": 0.02, "fused": True}
 
 MakeOptimizer = Callable[..., Optimizer]
 
@@ -149,23 +148,34 @@ def square(model: nn.Module, batch: Tensor) -> Tensor:
 class Program:
     """What is trained, by which kind and optimizer: all that the bits of a step depend on.
 
-    ``inputs`` are those of a micro-batch of a step, and ``loss`` gets the output and them.
+    ``inputs`` are those of a micro-batch of a step, and ``loss`` gets the output and them. ``leaf_step`` does
+    forward and backward itself, in a loop over micro-batches.
     """
 
     kind: str
     module: Callable[[], nn.Module] = net
     inputs: Callable[[int, MicroBatch], Tensor] = leaf_rows
     loss: Callable[[Tensor, Tensor], Tensor] = mean_square
+    leaf_step: LeafStep | None = None
     optimizer: type[Optimizer] = AdamW
     options: Mapping[str, Any] = field(default_factory=lambda: FUSED)
+    groups: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters
+    clip: float | None = None
+    scheduled: bool = False
     wrap: Mapping[str, Any] = field(default_factory=dict)
     num_leaves: int = NUM_LEAVES
+    num_steps: int = 2  # the first plans, and the second goes by the plan
 
     def make(self, module: nn.Module, mesh: Mesh) -> tuple[Any, Optimizer]:
-        return KINDS[self.kind].make(module, mesh, self.optimizer, wrap=self.wrap, **self.options)
+        return KINDS[self.kind].make(
+            module, mesh, self.optimizer, self.groups, wrap=self.wrap, **self.options
+        )
 
     def leaf(self, model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
         """Forward and backward of one micro-batch."""
+        if self.leaf_step is not None:
+            self.leaf_step(model, micro_batch, step)
+            return
         given = self.inputs(step, micro_batch)
         self.loss(model(given), given).backward()
 
@@ -180,26 +190,38 @@ class Program:
         for micro_batch in model.micro_batches(self.num_leaves):
             self.leaf(model, micro_batch, step)
 
-    def step(self, model: Any, optimizer: Optimizer, number: int, clip: float | None = None) -> None:
+    def step(self, model: Any, optimizer: Optimizer, number: int) -> None:
         """A declared step."""
         self.backward(model, number)
-        if clip is not None:
-            instep.clip_grad_norm_(model.parameters(), clip)
+        if self.clip is not None:
+            instep.clip_grad_norm_(model.parameters(), self.clip)
         optimizer.step()
         optimizer.zero_grad()
+
+    def trained(self, mesh: Mesh) -> State:
+        """The state after ``num_steps``."""
+        model, optimizer = self.make(filled(self.module()), mesh)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if self.scheduled else None
+        for number in range(self.num_steps):
+            self.step(model, optimizer, number)
+            if scheduler is not None:
+                scheduler.step()
+        found = state_of(model, optimizer)
+        close(optimizer, model)
+        return found
 
 
 def once_each(compute: Callable[..., Any]) -> Callable[..., Any]:
     """``compute`` is called once for each argument, for all threads that ask for the result."""
-    found: dict[Any, Any] = {}
+    found: dict[int, tuple[Any, Any]] = {}
     lock = threading.Lock()
 
     @functools.wraps(compute)
     def result(argument: Any) -> Any:
         with lock:
-            if argument not in found:
-                found[argument] = compute(argument)
-            return found[argument]
+            if id(argument) not in found:
+                found[id(argument)] = argument, compute(argument)  # which keeps its identity
+            return found[id(argument)][1]
 
     return result
 
@@ -231,3 +253,9 @@ def assert_same_state(ours: State, expected: State) -> None:
     """The same bits, of any two kinds on any ranks."""
     assert_same(ours.weights, expected.weights, "weights")
     assert ours.sha256 in ("", expected.sha256), "moments"
+
+
+@once_each
+def replicated_alone(program: Program) -> State:
+    """``program`` in one process that divides nothing."""
+    return replace(program, kind="replicated").trained(world_of_one())

@@ -93,7 +93,6 @@ class Rejoined:
         rows = {place: shards_from_json(each.rows) for place, each in readers.items()}
         source = Source(assemble(rows), readers, kept[0].ties)
         restore(state, source, merged([each.options for each in kept]), kept[0].step, None)
-        state.drop_others_moments()
         state.settled()
         self.step = kept[0].step
         state.resume_at(self.step)

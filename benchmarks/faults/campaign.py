@@ -32,7 +32,7 @@ LAYOUTS = 16
 STEPS = 150
 SAVED_EVERY = 20
 FIRST, LAST = 5, 120  # steps at which faults come
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "server")
+STRATEGIES = ("naive", "flat", "overlap", "bucketed")
 PHASES = ("data", "forward", "backward", "exchange", "loss", "update")
 SOMETIMES = ("ledger", "hash", "evaluate", "gather", "save", "snapshot")  # at steps of SAVED_EVERY
 OF_RANK_0 = ("ledger", "hash", "save")
@@ -163,8 +163,7 @@ def layout(seed: int, number: int) -> Layout:
             inside.append(_inside(draw, step, ranks, saved))
         else:
             blows.append(draw_blow(draw, draw.choice(OUTSIDE), step, ranks))
-    # A worker has its weights from its server in every step: what flips is gone before the ranks compare.
-    replicas = ranks >= 3 and stage == 0 and "server" not in args
+    replicas = ranks >= 3 and stage == 0
     if saved and replicas and draw.random() < 0.5:
         args += ["--checks.replicas-every", "10"]
         inside.append(injected("flip", rank=1, step=LAST + 4, phase="data"))

@@ -146,9 +146,6 @@ def signals() -> Iterator[Row]:
     run, expect = Run(act=AllKilled(AT)), lost(0, 1, source="snapshot", redone=COPIES)
     what = f"{HIT}, at once: the state is in the snapshot only"
     yield Row(group, "SIGKILL, all ranks", what, expect, (run,), headline=True)
-    run = Run(("--parallel.strategy", "server"), act=Signalled(SIGKILL, AT, rank=0))
-    what = f"{HIT}, rank 0, which alone has the moments"
-    yield Row(group, "SIGKILL, the server", what, lost(0, source="snapshot", redone=COPIES), (run,))
     for number in (SIGTERM, SIGUSR1):
         run = Run(SAVES, act=Signalled(number, AT))
         expect = Expect(SIGNAL, (75, 0), says="stopped after step")

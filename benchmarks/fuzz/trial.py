@@ -54,6 +54,7 @@ PATIENCE_S = 20.0  # of a rank that waits for another
 DEADLINE_S = 90.0  # of one part of a training
 RATE = {"Adadelta": 1.0, "Adafactor": 0.05}  # the others have 0.02
 SERVER = 0
+PLAIN = ("server", "threads")  # forms without checkpoints of their own
 DIGITS = 16
 LR = "lr"
 
@@ -112,7 +113,7 @@ class Training:
             self.optimizer = plain(program, module)
         elif form == "server":
             self.optimizer = plain(program, module)
-            self.model = instep.ParameterServer(module, self.optimizer, mesh, **options)
+            self.model = instep.ParameterServer(module, self.optimizer, mesh)
         else:
             strategy = form if form in REPLICATED else "bucketed"
             self.model = instep.DataParallel(
@@ -135,7 +136,6 @@ class Training:
 
     def step(self, number: int) -> None:
         num = self.program.num_micro_batches
-        forward = self.model.module if self.form == "server" else self.model
         if self.form == "threads":
             self.model.micro_batches(num, lambda model, one: leaf(self.program, model, one, number))
         elif self.form == "pipeline":
@@ -146,7 +146,7 @@ class Training:
             )
         else:
             for micro_batch in self.model.micro_batches(num):
-                leaf(self.program, forward, micro_batch, number)
+                leaf(self.program, self.model, micro_batch, number)
         if self.program.clip is not None:
             instep.clip_grad_norm_(self.module.parameters(), self.program.clip)
         (self.model if self.form == "server" else self.optimizer).step()
@@ -162,10 +162,27 @@ class Training:
             return digests(weights, self.optimizer, self.model.home.holds)
         return digests(weights, self.optimizer if stepping and not self.in_slices else None)
 
+    def save(self, folder: Path, step: int, rank: int) -> None:
+        """A checkpoint, which any form can load. Of a server and of threads it is that of one process."""
+        if self.form not in PLAIN:
+            instep.save(folder, self.model, self.optimizer, step=step)
+        elif rank == SERVER:
+            instep.save(folder, self.module, self.optimizer, step=step)
+
+    def load(self, folder: Path) -> int:
+        """The step of the checkpoint in ``folder``."""
+        if self.form not in PLAIN:
+            return instep.load(folder, self.model, self.optimizer).step
+        step = instep.load(folder, self.module, self.optimizer).step
+        if self.form == "server":
+            self.model.model.next_step = step  # keys random numbers
+        return step
+
     def end(self) -> None:
         if isinstance(self.optimizer, instep.ShardedOptimizer):
             self.optimizer.close()
-        self.model.close()
+        if self.form != "threads":
+            self.model.close()
 
 
 def optimizer_of(program: Program) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -293,13 +310,13 @@ def train(program: Program, placement: Placement, mesh: Mesh, part: int, folder:
     training = Training(program, placement, mesh)
     first, last = (program.stops[part - 1] if part else 0), program.stops[part]
     if part:
-        resumed = instep.load(folder / "saved", training.model, training.optimizer)
-        if resumed.step != first:
-            raise AssertionError(f"expected a checkpoint of step {first}, got one of {resumed.step}")
+        found = training.load(folder / "saved")
+        if found != first:
+            raise AssertionError(f"expected a checkpoint of step {first}, got one of {found}")
     for step in range(first, last):
         training.step(step)
     if part + 1 < len(program.stops):
-        instep.save(folder / "saved", training.model, training.optimizer, step=last)
+        training.save(folder / "saved", last, mesh.rank)
     state = training.state(mesh.rank)
     training.end()
     return state

@@ -84,7 +84,6 @@ def train(name: str, setting: Setting) -> str:
     """The hash of weights, moments and step after some declared steps. Collective."""
     model, optimizer = build(name, setting)
     is_server = isinstance(model, instep.ParameterServer)
-    module = model.module if is_server else model
     for step in range(len(setting.tokens)):
         if isinstance(model, instep.Pipeline):
             model.step(
@@ -93,11 +92,11 @@ def train(name: str, setting: Setting) -> str:
             )
         else:
             for leaf in model.micro_batches(NUM_LEAVES):
-                setting.loss(module(setting.inputs(step, leaf.index)), step, leaf.index).backward()
-        instep.clip_grad_norm_(module.parameters(), 1.0)
+                setting.loss(model(setting.inputs(step, leaf.index)), step, leaf.index).backward()
+        instep.clip_grad_norm_(model.parameters(), 1.0)
         (model if is_server else optimizer).step()
         optimizer.zero_grad()
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model.module if is_server else model, optimizer)
     digest = SharedHash(state.group).digests(state.owned(state.hashed()), len(setting.tokens))[0]
     if isinstance(optimizer, instep.ShardedOptimizer):
         optimizer.close()

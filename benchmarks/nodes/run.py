@@ -67,8 +67,6 @@ PLACEMENTS = (
     Placement("bucketed, shm", ParallelConfig(bucket_mb=0.1, backend="shm")),
     Placement("bucketed, gloo", ParallelConfig(bucket_mb=1.0, backend="gloo")),
     Placement("flat", ParallelConfig(strategy="flat")),
-    Placement("server", ParallelConfig(strategy="server")),
-    Placement("threads", ParallelConfig(strategy="threads")),
     Placement("stage 1", ParallelConfig(shard_stage=1)),
     Placement("stage 2", ParallelConfig(shard_stage=2)),
     Placement("stage 3, gloo", ParallelConfig(shard_stage=3, backend="gloo")),
@@ -134,8 +132,7 @@ def rounded(config: Config, nodes: NodeFormat, layout: ParallelConfig | None = N
 
 
 def completed(config: Config) -> None:
-    processes = 1 if config.parallel.strategy == "threads" else config.ranks
-    code = train(config, processes)
+    code = train(config, config.ranks)
     if code != DONE:
         raise RuntimeError(f"expected a run that ends with code {DONE}, got {code}")
 

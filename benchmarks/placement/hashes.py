@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.placement.run import printing_to, recipe, trained
+from benchmarks.placement.served import served
 from instep.bench.hosts import network, obstacle
 from instep.pipeline.schedules import NAMES
 from instep.recipes.text_config import Config
@@ -68,6 +69,9 @@ def hash_of(options: dict[str, Any], directory: Path) -> str:
         return _on_two_hosts(base, options["per_host"], directory)
     own = {name: options[name] for name in ("ranks", "fault") if name in options}
     parallel = {name: x for name, x in options.items() if name not in ("ranks", "fault", "resumed")}
+    if parallel.get("strategy") == "server":
+        del parallel["strategy"]
+        return served(replace(base, parallel=replace(base.parallel, **parallel), **own), directory / "hash")
     config = replace(base, parallel=replace(base.parallel, **parallel), **own)
     resumed = replace(config, ranks=options["resumed"]) if "resumed" in options else None
     return trained(config, directory, resumed)

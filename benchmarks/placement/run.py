@@ -39,7 +39,6 @@ ROWS = (
     ("bucketed", 1.0, "shm"),
     ("bucketed", 25.0, "shm"),
     ("bucketed", 25.0, "gloo"),
-    ("server", 25.0, "shm"),
 )
 STEPS = 10
 

@@ -53,6 +53,7 @@ from instep.events import Event
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.net.device import peak_bytes, synchronize
 from instep.recipes.memory_estimate import formula
+from instep.replicate.threads import ThreadedReplicas
 from instep.run.memory_usage import MemoryUsage, activations, memory_usage
 from instep.timeline.intervals import total_ns, union
 
@@ -210,7 +211,7 @@ def count(runner: Runner) -> MemoryUsage | None:
     found: list[MemoryUsage] = []
     if isinstance(runner, ServerLoop):
         runner.step()
-        return memory_usage(runner.server.module, runner.server.optimizer, runner.server)
+        return memory_usage(runner.server.module, runner.server.optimizer, runner.server.model)
     if not isinstance(runner, TrainingLoop):
         runner.step()
         return None
@@ -258,7 +259,8 @@ def memory_columns(
 
 
 def _held(runner: TrainingLoop) -> MemoryUsage:
-    found = memory_usage(runner.model, runner.optimizer, runner.model)
+    of_threads = isinstance(runner.model, ThreadedReplicas)  # keeps nothing from step to step
+    found = memory_usage(runner.model, runner.optimizer, None if of_threads else runner.model)
     if isinstance(runner.model, nn.parallel.DistributedDataParallel):
         # torch does not show its buckets; gradients are views of them, or copies.
         buckets = (

@@ -221,11 +221,12 @@ class ServerLoop:
         kind, options = shared.optimizer
         optimizer = kind(module.parameters(), **options)
         self.shared = shared
-        self.server = ParameterServer(module, optimizer, shared.world.group(backend), init_sync=False)
+        self.server = ParameterServer(module, optimizer, shared.world.group(backend))
         self.recorder: Recorder | None = self.server.recorder
 
     def step(self) -> None:
-        self.server.backward_and_step(self.shared.loss(self.server.module, self.shared.batch))
+        self.shared.loss(self.server, self.shared.batch).backward()
+        self.server.step()
 
 
 class BareTransfer:
@@ -284,8 +285,9 @@ SHARD_STAGES: Mapping[str, ShardStage] = {
 
 def replicas_of(shared: SharedModel) -> ThreadedReplicas:
     """As many threads as there are ranks, of which the others are idle; it is recorded what they waited."""
-    clock = ThreadClock()
-    return ThreadedReplicas(shared.copy(), shared.world.size, recorder=clock, alone=True)
+    replicas = ThreadedReplicas(shared.copy(), shared.world.size, alone=True)
+    replicas.recorder = ThreadClock()
+    return replicas
 
 
 def new_model(config: GPTConfig | MLPConfig) -> nn.Module:

@@ -198,7 +198,7 @@ def restore(
     values = all_or_none(group, "the reading of a state", lambda: state.read(source, options), errors=errors)
 
     def check() -> None:
-        if sha256 is None:  # on this rank: a worker of a parameter server has no optimizer
+        if sha256 is None:  # of more than this state
             return
         digest, _ = SharedHash(state.group).digests(state.owned(values), step)
         if digest != sha256:

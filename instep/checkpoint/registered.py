@@ -45,6 +45,7 @@ from instep.state.homes import (
 from instep.state.objects import put_together, take_apart, tensors_of
 from instep.state.shards import OBJECT, Shard
 from instep.state.stored import Source
+from instep.step.optimizer_guard import require_every_rank_steps
 
 AFTER_ALL = 1 << 40  # places in the hash: parameters, buffers and moments come before
 NO_OPTIMIZER = "none"  # in the place of its class
@@ -109,11 +110,6 @@ class Registered:
     def loaders(self) -> dict[str, Any]:
         """Those of the other objects that deal samples out to declared steps (``DataSource``)."""
         return {name: x for name, x in self.others.items() if hasattr(x, "num_micro_batches")}
-
-    @property
-    def has_server(self) -> bool:
-        """Whether one rank steps for all."""
-        return any(said.steppers is not None for said in self._wrapped())
 
     def leave(self) -> None:
         """All give their groups back, without waiting for any rank."""
@@ -217,6 +213,7 @@ class Registered:
                         f"the parameter {names[id(p)]!r} is in two optimizers, {owners[id(p)]!r} and "
                         f"{name!r}: leave it out of one"
                     )
+        require_every_rank_steps([p for module in self.modules().values() for p in module.parameters()])
 
     def _require_one_group(self, group: Group | None) -> None:
         """All ranks train all models, and what is divided is divided among the same ranks."""
@@ -246,12 +243,6 @@ class NamedModels(nn.Module):
 
     def __instep_state__(self) -> Wrapped:
         wrapped = list(self._wrapped.values())
-        steppers = {said.steppers: name for name, said in self._wrapped.items()}
-        if len(steppers) > 1:
-            raise ValueError(
-                f"models {' and '.join(map(repr, steppers.values()))}: expected optimizers that step on all "
-                "ranks, or all on one, got both: wrap every model with ParameterServer, or none"
-            )
         lived_in = (there.everyone for there in homes(self.parameters()))
         group = wrapped[0].group if wrapped else max(lived_in, key=lambda its: its.size, default=alone())
 
@@ -279,7 +270,6 @@ class NamedModels(nn.Module):
             counter=None,  # each has its own
             leave=leave,
             join=join,
-            steppers=next(iter(steppers), None),
             settled=settled,
             fill=fill,
         )

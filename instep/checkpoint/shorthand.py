@@ -174,7 +174,6 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     )
     if all(hashed):
         state.settled()
-    state.drop_others_moments()
     state.resume_at(extra.get("declared_steps", found.manifest.step))
     if everyone.rank == 0:
         for doubt in doubts:  # last of all: a filter may make it an error, on this rank alone

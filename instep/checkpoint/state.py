@@ -88,9 +88,7 @@ class TrainingState:
         self.everyone = self._find_everyone(group, shard_group)
         self.is_divided = shard_group is not None and shard_group.size > 1
         self.group = self.everyone if self.is_divided else _alone(self.everyone)
-        steppers = None if wrapped is None else wrapped.steppers
-        self._steppers = tuple(range(self.everyone.size)) if steppers is None else steppers
-        self.is_complete = not self.is_divided and self.everyone.rank in self._steppers
+        self._every = tuple(range(self.everyone.size))
 
     def _find_everyone(self, group: Group | None, shard_group: Group | None) -> Group:
         if group is None and self._wrapped is not None:
@@ -249,23 +247,16 @@ class TrainingState:
         if self._wrapped is not None and not self.is_divided:
             self._wrapped.settled()
 
-    def drop_others_moments(self) -> None:
-        """Let go of moments that were loaded on a rank that has no use for them."""
-        if self.steps is not None and self.everyone.rank not in self._steppers:
-            for local in self.steps.locals:
-                local.state.clear()
-
     def _model(self, buffers: Sequence[tuple[str, Tensor]]) -> Iterator[Shard]:
-        every = tuple(range(self.everyone.size))
         held = {id(x.parameter): x for there in self._homes for x in there.held}
         for place, (name, p) in enumerate(self._parameters.items()):
             there = home(p) if self._homes else None
             if there is None or there.resident:
-                yield Shard.whole(MODEL + name, p, every, (place, ""))
+                yield Shard.whole(MODEL + name, p, self._every, (place, ""))
             elif (x := held.get(id(p))) is not None:
                 yield self._of_parameter(MODEL + name, x, x.tensor.detach(), (place, ""), there)
         for i, (name, b) in enumerate(buffers, start=len(self._parameters)):
-            yield Shard.whole(MODEL + name, b, every, (i, ""))
+            yield Shard.whole(MODEL + name, b, self._every, (i, ""))
 
     def _beside(self) -> Iterator[Shard]:
         """What a state dict has that is neither parameter nor buffer."""
@@ -340,7 +331,7 @@ class TrainingState:
         if id(parameter) not in self._stepping:
             there = self._stepped_in(parameter)
             self._stepping[id(parameter)] = (
-                self._steppers
+                self._every
                 if there is None
                 else holders(there, parameter, there.slices_with(parameter), self.everyone)
             )
@@ -350,7 +341,7 @@ class TrainingState:
         for index, group in enumerate(self.optimizer.param_groups if self.optimizer else ()):
             for key, value in group.items():
                 if isinstance(value, Tensor):
-                    yield Shard.whole(OPTIMIZER + _option(index, key), value, self._steppers, None)
+                    yield Shard.whole(OPTIMIZER + _option(index, key), value, self._every, None)
 
     def _put_model(self, values: Mapping[str, Shard]) -> None:
         """Weights and buffers, in the memory that they have."""

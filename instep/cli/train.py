@@ -77,8 +77,7 @@ def _num_ranks(config: Config) -> int:
     if place.source != "single":
         check_world(config, place.world_size, restarted=bool(place.restart_count))
         return place.world_size
-    threads = config.parallel.strategy == "threads"
-    ranks = 1 if threads else local_ranks(config, len(os.sched_getaffinity(0)))
+    ranks = local_ranks(config, len(os.sched_getaffinity(0)))
     check_rows(ranks, config.parallel.shard_ranks)
     return ranks
 

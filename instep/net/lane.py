@@ -133,9 +133,8 @@ class Lane:
     with another one of the peers; ``reset`` reopens the lane. ``inline`` runs everything in the caller's
     thread: a world of one has no rank to wait for.
 
-    A running torch.profiler records "hand over" for a submission and ``profiled_as`` ("exchange" or
-    "compute"; "" for neither) for the run, the latter only if it records all threads
-    (``timeline/profiler.py``).
+    A running torch.profiler records "hand over" for a submission and ``profiled_as`` ("exchange"; "" for
+    neither) for the run, the latter only if it records all threads (``timeline/profiler.py``).
     """
 
     def __init__(self, name: str, *, inline: bool = False, profiled_as: str = "") -> None:

@@ -10,7 +10,6 @@ loop, and how good it is on text that was held out. Its settings are in ``text_c
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -27,7 +26,6 @@ from instep.recipes.text_config import (
     Config,
     OptimConfig,
     learning_rate,
-    local_ranks,
     run_options,
     schedule_of,
 )
@@ -65,8 +63,8 @@ def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]
 def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model over all ranks, and its optimizer: all that strategies and stages differ in."""
     layout, (kind, settings) = config.parallel, optimizer_class(config.optim)
-    rounded: dict[str, Any] = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
-    options: dict[str, Any] = {"find_unused_parameters": False, **rounded}
+    options: dict[str, Any] = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
+    options |= {"find_unused_parameters": False}
     model: Any = net
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
@@ -77,18 +75,13 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)
         if layout.shard_stage == 3:
             model.materialise(seed=config.seed)
-    elif layout.strategy == "threads":
-        model = instep.ThreadedReplicas(net, local_ranks(config, len(os.sched_getaffinity(0))), **rounded)
-    elif layout.strategy != "server":
+    else:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb, "ordered": layout.ordered}
         model = instep.DataParallel(net, process_group=mesh, init_sync=False, **options)
     groups = parameter_groups(net, config.optim.weight_decay)
     if layout.shard_stage:
         return model, instep.ShardedOptimizer(groups, kind, mesh, one_copy=layout.one_copy, **settings)
-    optimizer: Any = kind(groups, **settings)
-    if layout.strategy == "server":  # rank 0 steps for all
-        model = instep.ParameterServer(net, optimizer, mesh, **options)
-    return model, optimizer
+    return model, kind(groups, **settings)
 
 
 def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipeline:
@@ -121,8 +114,8 @@ def of_logits(logits: Tensor, targets: Tensor) -> Tensor:
 def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mesh: Any) -> list[Tensor]:
     """Forward and backward of this rank's micro-batches; their losses. ``model`` is ``net``, distributed."""
 
-    def one(replica: nn.Module, micro_batch: Any) -> Tensor:
-        loss = losses_of(replica, micro_batch.data, config, mesh.device).mean()
+    def one(micro_batch: Any) -> Tensor:
+        loss = losses_of(net, micro_batch.data, config, mesh.device).mean()
         loss.backward()
         return loss.detach()
 
@@ -133,9 +126,7 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
                 lambda micro_batch: next_tokens(micro_batch.data)[0].to(mesh.device),
                 data,
             )
-    if isinstance(model, instep.ThreadedReplicas):  # calls it in its threads, with their replicas
-        return model.micro_batches(data, one)
-    return [one(net, micro_batch) for micro_batch in model.micro_batches(data)]
+    return [one(micro_batch) for micro_batch in model.micro_batches(data)]
 
 
 @torch.no_grad()
@@ -178,7 +169,7 @@ def main(config: Config) -> None:
                 instep.clip_grad_norm_(net.parameters(), config.optim.clip)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config.optim, step, config.steps)
-            (model if config.parallel.strategy == "server" else optimizer).step()
+            optimizer.step()
             optimizer.zero_grad()
             step.log(loss=instep.mean(losses, process_group=run.mesh))
 

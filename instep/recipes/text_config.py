@@ -141,9 +141,8 @@ class OptimConfig:
 class ParallelConfig:
     """How the ranks share a step. Only ordered, nodes, rounding and threads may change the bits."""
 
-    strategy: Literal["naive", "flat", "overlap", "bucketed", "server", "threads"] = "bucketed"
-    """How gradients get from the micro-batches to every rank. With server, rank 0 gets them and sends new
-    weights; with threads, --ranks are threads of one process."""
+    strategy: Literal["naive", "flat", "overlap", "bucketed"] = "bucketed"
+    """How gradients get from the micro-batches to every rank."""
     bucket_mb: float = 25.0
     """Size of a bucket of the bucketed strategy, in 2**20 bytes."""
     ordered: bool = True
@@ -223,9 +222,8 @@ class Config:
     """A whole run of the text recipe."""
 
     ranks: int = 0
-    """Ranks (processes) to start on this host, or threads with parallel.strategy threads; 0: one per core,
-    but no more than there are micro-batches. Where torchrun, Slurm or mpirun has started the ranks, there
-    are as many as it says."""
+    """Ranks (processes) to start on this host; 0: one per core, but no more than there are micro-batches.
+    Where torchrun, Slurm or mpirun has started the ranks, there are as many as it says."""
     steps: int
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
     seed: int = 0
@@ -275,11 +273,6 @@ def validate(config: Config) -> None:
     except ValueError as error:
         raise ValueError(f"model: {error}") from None
     _check(config)
-    if config.parallel.strategy == "threads" and config.model.dropout:
-        raise ValueError(
-            f"model.dropout {config.model.dropout:g} with parallel.strategy threads, which share torch's "
-            "random generator: set model.dropout 0, or use another strategy"
-        )
 
 
 def numerical(config: Config) -> dict[str, Scalar]:
@@ -342,11 +335,6 @@ def _check(config: Config) -> None:
             f"batch.global_size {size} is no multiple of batch.micro_size {micro}: "
             f"use {f'{below} or ' if below else ''}{below + micro}, or another micro-batch"
         )
-    if config.parallel.strategy in ("server", "threads") and not config.parallel.ordered:
-        raise ValueError(
-            f"parallel.ordered false with parallel.strategy {config.parallel.strategy}, which always adds in "
-            "the order of the tree: leave it on, or use another strategy"
-        )
     _check_nodes(config.parallel)
     _check_sharding(config)
     _check_pipeline(config)
@@ -382,11 +370,10 @@ def _check_pipeline(config: Config) -> None:
                 )
         return
     named = f"parallel.pp {parallel.pp}"
-    if parallel.strategy in ("server", "threads") or not parallel.ordered:
+    if not parallel.ordered:
         raise ValueError(
-            f"{named} with parallel.strategy {parallel.strategy}, parallel.ordered "
-            f"{str(parallel.ordered).lower()}: the stages of a pipeline are data-parallel, in the order of "
-            "the tree; leave these as they are by default, or choose naive, flat or overlap"
+            f"{named} with parallel.ordered false: the stages of a pipeline add gradients in the order of "
+            "the tree; leave it on"
         )
     if parallel.shard_stage > 1:
         raise ValueError(
@@ -441,9 +428,8 @@ def _num_stages(parallel: ParallelConfig) -> int:
 def check_ranks(config: Config, num_ranks: int) -> None:
     """Raise ``ValueError`` where some of ``num_ranks`` data-parallel ranks would have no micro-batch."""
     if num_ranks > config.num_leaves:
-        what = "threads" if config.parallel.strategy == "threads" else "ranks"
         raise ValueError(
-            f"{num_ranks} {what}, but only {config.num_leaves} micro-batches "
+            f"{num_ranks} ranks, but only {config.num_leaves} micro-batches "
             f"(global {config.batch.global_size} / micro {config.batch.micro_size}): use at most "
             f"{config.num_leaves} ranks, a smaller batch.micro_size or a larger batch.global_size"
         )
@@ -454,27 +440,15 @@ def check_world(config: Config, world_size: int, *, restarted: bool = False) -> 
 
     One that its launcher has ``restarted`` goes on with as many as there are: shard groups are larger then.
     """
-    if config.parallel.strategy != "threads":
-        check_ranks(config, world_size)
-        if not restarted:
-            check_rows(world_size, config.parallel.shard_ranks)
-    elif world_size > 1:
-        raise ValueError(
-            f"parallel.strategy threads is one process, but a launcher has started {world_size}: start one, "
-            "or use another strategy"
-        )
+    check_ranks(config, world_size)
+    if not restarted:
+        check_rows(world_size, config.parallel.shard_ranks)
 
 
 def _check_sharding(config: Config) -> None:
     """Raise ``ValueError`` for settings that the stage of sharding does not go with."""
     parallel, stage = config.parallel, config.parallel.shard_stage
     named = f"parallel.shard_stage {stage}"
-    if stage and parallel.strategy in ("server", "threads"):
-        holder = "rank 0 has" if parallel.strategy == "server" else "one process has"
-        raise ValueError(
-            f"{named} with parallel.strategy {parallel.strategy}, where {holder} all of the optimizer's "
-            "state: set parallel.shard_stage 0, or use another strategy"
-        )
     if stage >= 2 and parallel.strategy != "bucketed":
         raise ValueError(
             f"{named} with parallel.strategy {parallel.strategy}: it sends gradients block by block to the "

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from instep.reduce.buckets import Bundle
 from instep.reduce.placeholder import slices_of
-from instep.replicate.server import ParameterServer
-from instep.replicate.wrapper import DataParallel
 from instep.state.hash import SHORT, tensor_digest
 from instep.state.homes import Wrapped, offered
 from instep.step.reduction import Reduction
@@ -30,9 +28,9 @@ class GradientHashes:
     """One step's hashes on this rank: 16 hex digits a parameter, by its name, in registration order.
 
     ``leaves[i]`` of micro-batch i where the step was ``declared``, else of rank i of the group; ``reduced``
-    of ``.grad`` when the step had ended, empty if it raised, where it is in slices, and on the workers of a
-    parameter server. If it was reduced several times in the step, these are of the last time, and ``firsts``
-    are the ``leaves`` of the first, which began at ``begun_ns``; 0: not at all.
+    of ``.grad`` when the step had ended, empty if it raised, or where it is in slices. If it was reduced
+    several times in the step, these are of the last time, and ``firsts`` are the ``leaves`` of the first,
+    which began at ``begun_ns``; 0: not at all.
     """
 
     leaves: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -43,25 +41,8 @@ class GradientHashes:
 
 
 @contextmanager
-def observe_gradients(model: nn.Module | ParameterServer) -> Iterator[GradientHashes]:
-    """Inside, one step of ``model``; afterwards the hashes of its gradients.
-
-    Raises:
-        TypeError: ``model`` does not reduce in buckets that can be observed: ``ThreadedReplicas`` has its
-        leaves in threads.
-    """
-    if not isinstance(model, DataParallel | ParameterServer):
-        raise TypeError(
-            f"expected a DataParallel or a ParameterServer, got {type(model).__name__}: to see the leaves of "
-            "other strategies, train the same step with DataParallel, whose bits are the same"
-        )
-    with observe_reduction(model._reducer) as hashes:
-        yield hashes
-
-
-@contextmanager
 def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
-    """As ``observe_gradients``, of any wrapper, ``fully_shard`` and a stage of a pipeline too."""
+    """Inside, one step; afterwards the hashes of its gradients."""
     hashes = GradientHashes()
     found: dict[int, dict[int, str]] = {}  # by leaf and position
     first: dict[int, dict[int, str]] = {}

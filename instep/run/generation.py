@@ -338,7 +338,6 @@ def _summary(
         "steps": training.steps_done,
         "first_step": first_step,
         "world_size": training.mesh.axes.world_size,
-        "num_replicas": training.num_replicas,
         "strategy": config.parallel.strategy,
         "ordered": config.parallel.ordered,
         "contract": training.step_mode,

@@ -3,8 +3,7 @@
 A skipped step counts as a step: its samples are read, the schedule of the learning rate goes on by its
 number, and weights and moments stay, because the optimizer is not called. Nothing but the step's number and
 the norms so far is looked at, and a norm has the same bits on every rank and any number of them; so all
-ranks decide alike without a message, and on every placement the same steps are skipped. Under a parameter
-server, which alone has the gradient, the others are told.
+ranks decide alike without a message, and on every placement the same steps are skipped.
 
 A spike is a norm above median + n x MAD of the last accepted norms (MAD: the median absolute deviation from
 the median, which a few outliers do not move, as they would the standard deviation).

@@ -12,7 +12,7 @@ section 3.1, without the halves. Its stages divide them among the W ranks of a s
     one copy   4 / W of the host's, with stage 1 or 2
 
 Of a pipeline these are a rank's own layers, whose moments a sharded optimizer divides among the ranks that
-have the same ones. Of a parameter server it is rank 0, which has all the moments.
+have the same ones.
 """
 
 from __future__ import annotations

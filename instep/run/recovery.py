@@ -90,8 +90,7 @@ def restore_newest(
 
         in_memory, number, on_disk = on_first_rank(world, AGREEMENT, look)
         source, told = _take(training, snapshots, checkpoints, (in_memory, number), on_disk)
-    training.state.drop_others_moments()
-    training.rank_state.agreed(complete=training.state.is_complete)
+    training.rank_state.agreed(complete=not training.state.is_divided)
     training.heartbeat.set_step(training.steps_done)
     return source, told
 
@@ -124,7 +123,7 @@ def _take(
 def _known_steps(training: ScriptTraining) -> list[int]:
     """By rank: a number of steps, or ``NOTHING``, or what all begin with, ``FRESH``. Collective."""
     world, holds = training.mesh.world.group, training.rank_state.holds
-    has_all = holds is Holds.EVERYTHING and training.state.is_complete
+    has_all = holds is Holds.EVERYTHING and not training.state.is_divided
     mine = training.steps_done if has_all else FRESH if holds is Holds.INITIAL else NOTHING
     said = json.dumps([mine, training.state_sha256() if has_all else ""]).encode()
     known = [json.loads(data) for data in world.all_gather_bytes(said, AGREEMENT)]
@@ -247,7 +246,6 @@ class Copy:
         holds = state.holds
         state.restoring()
         training.state.put(self._values, self._options)
-        training.state.drop_others_moments()
         state.restored(self._run["step"], self._run["last"])
         training.carry_on(self._carried)
         state.holds = holds

@@ -14,12 +14,9 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
-from instep.reduce.tree import rank_major
-from instep.replicate.threads import ThreadedReplicas
 from instep.run.memory_formula import homes_of, stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
-from instep.run.summary import replicas
 from instep.state.homes import Wrapped, offered, shape_of
 
 LISTED = 8  # ranks, whose shares are told one by one
@@ -81,9 +78,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
         ]
     shares = _shares(training)
     if config.batch.global_size and shares:
-        lines.append(
-            global_batch(config.batch, shares, replicas(config.parallel.strategy), axes.get("pp", 1))
-        )
+        lines.append(global_batch(config.batch, shares, axes.get("pp", 1)))
     if config.parallel.shard_stage and shard not in (-1, 1, found):
         lines.append(
             f"{counted(size, 'rank')} cannot be cut into shard groups of {shard}: the state is divided among "
@@ -97,7 +92,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     return lines
 
 
-def global_batch(batch: ScriptBatch, shares: Sequence[int], what: str = "rank", pp: int = 1) -> str:
+def global_batch(batch: ScriptBatch, shares: Sequence[int], pp: int = 1) -> str:
     """The equation of the batch, where each of so many ranks, or pipelines of ``pp`` of them, has its share
     of the micro-batches of a step.
 
@@ -105,7 +100,7 @@ def global_batch(batch: ScriptBatch, shares: Sequence[int], what: str = "rank", 
     global batch 32 = micro-batch 4 x 8, of which 3 ranks have 3 + 3 + 2
     """
     begin = f"global batch {batch.global_size} = micro-batch {batch.micro_size} x "
-    ranks = counted(len(shares), what) if pp == 1 else f"{counted(len(shares), 'pipeline')} of {pp} ranks"
+    ranks = counted(len(shares), "rank") if pp == 1 else f"{counted(len(shares), 'pipeline')} of {pp} ranks"
     times = Counter(shares)
     if len(times) == 1:
         return f"{begin}accumulation {shares[0]} x {ranks}"
@@ -169,10 +164,8 @@ def _loader(registered: Registered) -> Any:
 
 
 def _shares(training: ScriptTraining) -> list[int]:
-    """How many micro-batches of a declared step each rank has, or each thread; [] where no wrapper says."""
+    """How many micro-batches of a declared step each rank has; [] where no wrapper says."""
     for model in training.registered.models.values():
-        if isinstance(model, ThreadedReplicas):
-            return list(map(len, rank_major(training.config.batch.num_micro_batches, model.num_replicas)))
         said = offered(model)
         for reduction in said.reductions.values() if isinstance(said, Wrapped) else ():
             plan = reduction.assign(training.config.batch.num_micro_batches)

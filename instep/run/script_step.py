@@ -9,7 +9,6 @@ recover    of a lost rank: if no tensor was touched, the state is what it was, a
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -32,7 +31,6 @@ from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.reduce.norm import Clips, clipping, grad_norm, norm_over
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
-from instep.replicate.server import SERVER, Declined
 from instep.rng.generators import global_generators, seed_generator
 from instep.rng.keys import derive
 from instep.run.nonfinite import NonFiniteSearch
@@ -46,13 +44,16 @@ from instep.step.reduction import Reduction
 WISHES = ("stop", "regroup", "copy")
 # Figures of a step in metrics.jsonl that are not the script's.
 WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
-SERVERS_WORD = "what the server knows of the step"
 OWN = "script"  # the phase of what is no span
 PHASES = {
     **{name: name for name in ("data", "forward", "backward", "update")},
     **dict.fromkeys((SPANS[INPUT_GRADIENT], SPANS[WEIGHT_GRADIENT]), "backward"),  # of a stage
     **dict.fromkeys(WAITS, "exchange"),
 }
+
+
+class Declined(Exception):
+    """The gradient is not to be used: raised before an optimizer's step, on all ranks alike."""
 
 
 class SpanPhases:
@@ -173,8 +174,6 @@ class StepWork:
             if self.recovers:
                 self._step_begun, self._modes = training.steps_done, training.modes()
                 self._mark = self._state_mark()
-            if training.registered.has_server:  # whose weights come to its workers past every optimizer
-                training.rank_state.holds = Holds.NOTHING
             self._key_generators()
             self._clips = Clips(training.mesh.recorder)
             self._token = clipping.set(self._clips)
@@ -264,21 +263,12 @@ class StepWork:
         self._watching.callback(handle.remove)
 
     def _settle_norm(self) -> float:
-        """The norm of the step's gradient; all ranks have judged by it. Collective where one rank steps for
-        all, which alone has the gradient."""
-        training, health = self.training, self.training.health
-        is_worker = training.registered.has_server and training.group.rank != SERVER
-        norms = [] if is_worker else self._norms or self._clips.norms
+        """The norm of the step's gradient; all ranks have judged by it."""
+        norms = self._norms or self._clips.norms
         norm = math.hypot(*norms) if norms else math.nan
         if not self._judged and self._norms:
-            health.judge(norm)
-        if not training.registered.has_server:
-            return norm
-        mine = b"" if is_worker else json.dumps([norm.hex(), health.state()]).encode()
-        told = json.loads(training.group.all_gather_bytes(mine, SERVERS_WORD)[SERVER])
-        if is_worker:
-            health.restore(told[1])
-        return float.fromhex(told[0])
+            self.training.health.judge(norm)
+        return norm
 
     def _state_mark(self) -> object:
         state = self.training.state
@@ -302,7 +292,7 @@ class StepWork:
         """ValueError if the step has left gradients for the update of another: they are in no state."""
         registered = self.training.registered
         has_updated = registered.num_updates.total() > self._num_updates
-        if has_updated or not registered.optimizers or registered.has_server:
+        if has_updated or not registered.optimizers:
             return
         trained = ((name, p) for name, p in self.training.module.named_parameters() if p.requires_grad)
         left = {name: p.grad for name, p in trained if p.grad is not None}

@@ -124,12 +124,6 @@ class ScriptTraining:
         return self.config.items or ("samples" if self.config.batch.global_size else "steps")
 
     @property
-    def num_replicas(self) -> int:
-        """Ranks that train together, or threads."""
-        threads = (getattr(model, "num_replicas", 1) for model in self.registered.models.values())
-        return self.mesh.world.size * max(threads, default=1)
-
-    @property
     def step_mode(self) -> str | None:
         """Which of the two contracts the last step was under, of the first wrapper that knows."""
         found = (getattr(model, "step_mode", None) for model in self.registered.models.values())

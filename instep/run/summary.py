@@ -18,12 +18,12 @@ SHOWN = Shape(
     {
         "steps": COUNT,
         "strategy": TEXT,
-        "num_replicas": COUNT,
+        "world_size": COUNT,
         "state_sha256": TEXT,
         "first_step": COUNT,
         "parallel": ("an object of settings", lambda value: isinstance(value, dict)),
     },
-    required={"steps", "strategy", "num_replicas", "state_sha256"},  # without these there is nothing to show
+    required={"steps", "strategy", "world_size", "state_sha256"},  # without these there is nothing to show
 )
 WARM_UP_STEPS = 2  # the first learns the order of the gradients, the second sends by it for the first time
 PER_S = "_per_s"
@@ -62,16 +62,6 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step:
         rate_name: items_per_step / step_ms * 1e3 if step_ms else None,
         "exposed_comm_share": sum(line["exposed_ms"] for line in steady) / whole_ms if whole_ms else None,
     }
-
-
-def where(strategy: str, num_replicas: int) -> str:
-    """How many compute, and what they are."""
-    return f"{num_replicas} {replicas(strategy)}(s)"
-
-
-def replicas(strategy: str) -> str:
-    """What each of those is that compute."""
-    return "replica thread" if strategy == "threads" else "rank"
 
 
 def show(
@@ -133,7 +123,7 @@ def _steps(summary: Mapping[str, Any]) -> str:
     steps, first = summary["steps"], summary.get("first_step") or 0
     parallel = summary.get("parallel") or {}
     strategy, stage, schedule = summary["strategy"], parallel.get("shard_stage"), parallel.get("schedule")
-    layout = f"{where(strategy, summary['num_replicas'])}, {strategy}"
+    layout = f"{summary['world_size']} rank(s), {strategy}"
     layout += f", stage {stage} of sharding" if stage else ""
     layout += f", in pipelines ({schedule})" if schedule and parallel.get("pp", 0) != 1 else ""
     if not first:

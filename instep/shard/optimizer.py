@@ -53,6 +53,7 @@ from instep.shard.update import ShardedUpdate
 from instep.state import homes
 from instep.state.homes import DividedOptimizer
 from instep.state.shards import elements
+from instep.step.optimizer_guard import require_every_rank_steps
 from instep.step.parameter_registry import requiring
 
 if TYPE_CHECKING:
@@ -453,6 +454,7 @@ class ShardedOptimizer(Optimizer):
         if self._asked is None and self._everyone is self.group:
             mesh_for_replicas()  # which raises if its other axes have no use
         checks.require_new(parameters)
+        require_every_rank_steps(parameters)
         checks.require_homes(parameters, self._optimizer_cls, self.group)
         if self._shards.wants_one_copy:
             checks.require_one_copy(parameters, self.group)

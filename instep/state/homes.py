@@ -204,10 +204,10 @@ class Wrapped:
     """The description that a wrapper gives of its module, by a method ``__instep_state__``.
 
     ``gradients`` is the memory of reduced gradients between steps, ``scratch`` the memory that reducing them
-    takes beside it. ``counter`` counts declared steps; None where no random numbers are keyed. ``steppers``
-    are the ranks of ``group`` that have the optimizer's state; None means all. ``settled`` is called on all
-    ranks when their replicas have been compared: earlier writes are no edit of one rank alone.
-    ``micro_batch()`` is the micro-batch of a declared step whose backward runs in this thread, or None.
+    takes beside it. ``counter`` counts declared steps; None where no random numbers are keyed. ``settled``
+    is called on all ranks when their replicas have been compared: earlier writes are no edit of one
+    rank alone. ``micro_batch()`` is the micro-batch of a declared step whose backward runs in this thread,
+    or None.
     ``reductions`` sum the gradients over the ranks (``step/reduction.py``), by the name of their part of the
     module: "" for all of it. ``nodes`` says in words what the sums of gradients are rounded to.
 
@@ -229,7 +229,6 @@ class Wrapped:
     counter: Any  # its ``next_step`` is the number of the next declared step
     leave: Callable[[], None]
     join: Callable[[Mesh], None]
-    steppers: tuple[int, ...] | None = None
     settled: Callable[[], None] = lambda: None
     fill: Callable[[], None] = lambda: None
     micro_batch: Callable[[], int | None] = lambda: None

@@ -185,6 +185,13 @@ def require_unowned(parameters: Sequence[Tensor]) -> None:
             )
 
 
+def require_every_rank_steps(parameters: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if a parameter server trains one of ``parameters``: only its first rank steps."""
+    reducers = [owner.reducer() for owner in owners_of(parameters) if owner.is_alive]
+    if any(reducer is not None and not reducer.all_step for reducer in reducers):
+        raise ValueError("a ParameterServer, for comparison, trains these: use instep.DataParallel instead")
+
+
 def require_between_steps(parameters: Sequence[Tensor], what: str) -> None:
     """Raise ``ValueError`` if ``what`` would change ``parameters`` inside of a loop over micro-batches."""
     for owner in owners_of(parameters):
@@ -251,6 +258,8 @@ def _require_reduced(parameters: Sequence[Tensor], owned: Owned) -> None:
 
 def _no_gradient(reducer: Reduction) -> str | None:
     """Why there cannot be a gradient to step with, or None."""
+    if not reducer.all_step and reducer.group.rank:
+        return "on a worker of a ParameterServer, which has no gradient: call server.step() on every rank"
     if reducer.plan is not None and reducer.plan.declared:
         return "inside micro_batches(): the gradient is there when the loop has ended"
     if reducer.given_up:

@@ -75,7 +75,7 @@ AS_GOOD = 0.95  # of the best gain: then larger buckets, which need less luck wi
 OFTEN = 0.15  # of a step exposed: then exchanging less often counts
 OFTEN_ON_LINK = 0.05
 LINK = "slow link"
-NO_BUCKETS = ("server", "threads", "fully_shard")  # nothing that is sent is of a size to be chosen
+NO_BUCKETS = ("server", "fully_shard")  # nothing that is sent is of a size to be chosen
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def exchange_advice(run: RunMeasurements) -> list[Advice]:
     """At most two pieces: the best other way to exchange, and exchanging less often what is then left."""
     exchanges = RunExchanges.of(run)
     if exchanges is None:
-        return [advice for advice in [server(run)] if advice]
+        return []
     changes = [change for change in (other_buckets(exchanges), shared_memory(exchanges)) if change]
     best = max(changes, key=lambda change: change.advice.gain_ms, default=None)
     left = exchanges.model.now()
@@ -578,23 +578,4 @@ def less_often(exchanges: RunExchanges, exposed_s: float, hiding_s: float, *, na
         "samples as now.",
         run.with_micro_batches(2 * run.setting.num_leaves),
         changes_training=True,
-    )
-
-
-def server(run: RunMeasurements) -> Advice | None:
-    """Over links, ranks that exchange with one another share what one server's link carries for all."""
-    setting = run.setting
-    if setting.strategy != "server" or setting.hosts == 1 or run.slow is not None:
-        return None
-    workers = [row for row in run.breakdowns if row.rank != 0] or run.breakdowns
-    waits_s = median(map(_idle_s, workers))
-    return run.advice(
-        "strategy",
-        waits_s * (1 - 1 / setting.world_size),
-        run.waited(IDLE, workers),
-        f"The gradients and weights of all {setting.world_size} ranks go through the link of rank 0, for "
-        f"which they wait {in_ms(waits_s)} per step: let the ranks exchange with one another.",
-        f"every link then carries 1/{setting.world_size} of what rank 0's carries now; what would be hidden "
-        "under backward comes on top.",
-        "--parallel.strategy bucketed",
     )

@@ -64,7 +64,7 @@ STEP_NAME = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})$")
 COLLECTIVE_KERNEL = re.compile(r"nccl.*Kernel")  # RCCL's are called the same
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$|instep:exchange ")
 # What ``instep.net.lane`` tells of its threads: work is handed over on one thread, and executed on another.
-HANDED_OVER, EXECUTED = "instep:hand over ", ("instep:exchange ", "instep:compute ")
+HANDED_OVER, EXECUTED = "instep:hand over ", "instep:exchange "
 TO_DEVICE = "Memcpy HtoD"
 FIX = (
     "Profile with torch.profiler.profile(..., experimental_config="
@@ -244,9 +244,8 @@ class _Converter:
         handed_over = sum(name.startswith(HANDED_OVER) for name in names)
         if handed_over and not any(name.startswith(EXECUTED) for name in names):
             raise ValueError(
-                f"the profile shows {handed_over} times that work was handed to another thread, an exchange "
-                "or a replica, but torch.profiler did not record that thread: its communication and "
-                f"computation would count as none. {FIX}"
+                f"the profile shows {handed_over} times that an exchange was handed to another thread, but "
+                f"torch.profiler did not record that thread: its communication would count as none. {FIX}"
             )
 
     def _annotations(self) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 
@@ -107,10 +106,3 @@ def test_stage_2_takes_one_as_a_part(compiled: str) -> None:
 def test_weights_in_slices_cannot_be_in_one(compiled: str) -> None:
     with pytest.raises(ValueError, match=r"'0' is compiled by .*: use stage=2 without compute_dtype"):
         fully_shard(made(compiled), stage=3)
-
-
-@pytest.mark.parametrize("compiled", ["scripted", "traced"])
-def test_threads_train_one(compiled: str) -> None:
-    model = ThreadedReplicas(made(compiled), num_replicas=2)
-    model.micro_batches(2, lambda replica, micro_batch: replica(X).sum().backward())
-    assert all(p.grad is not None for p in model.parameters())

@@ -91,7 +91,6 @@ def by_threads(module: nn.Module) -> nn.Module:
         replicas.micro_batches(4, leaf)
         optimizer.step()
         optimizer.zero_grad()
-    replicas.close()
     return module
 
 

@@ -17,7 +17,6 @@ from torch.optim import AdamW, Optimizer
 from instep.checkpoint.shorthand import Resumed, load, save
 from instep.errors import CheckpointRejected, PeerLost
 from instep.mesh.mesh import Mesh
-from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from tests.checkpoint.nets import made, train, whole_hash
 from tests.world import world
@@ -150,23 +149,6 @@ def test_a_damaged_checkpoint_on_one_disk_is_told_by_rank_zero_where_all_go_back
     for rank, line in enumerate(lines):
         assert f"the newest checkpoint of rank {rank} was refused" in line
         assert f"disk-{rank}/step-00000005/model.safetensors: expected sha256" in line
-
-
-def test_workers_of_a_server_need_neither_optimizer_nor_disk(disks: list[Path]) -> None:
-    expected = newest_hash(disks[0])
-    shutil.rmtree(disks[1])
-
-    @world(2)
-    def body(mesh: Mesh) -> None:
-        module, optimizer = made(3)
-        is_server = mesh.rank == 0
-        server = ParameterServer(module, optimizer if is_server else None, mesh)
-        load(disks[mesh.rank], server, optimizer if is_server else None)
-        if is_server:
-            assert whole_hash(module, optimizer) == expected
-        server.close()
-
-    body()
 
 
 def test_where_no_rank_has_a_checkpoint_nothing_is_touched(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from instep.checkpoint.state import TrainingState, merged
 from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
@@ -104,7 +102,7 @@ def test_a_rank_that_has_everything_sends_it_to_the_others(mesh: Mesh, kind: str
     objects = KINDS[kind](mesh, "a")
     train(objects, range(2))
     state, group = Registered(objects).state(), mesh.world.group
-    assert state.is_complete and not state.is_divided
+    assert not state.is_divided
     shards, said = [], b""
     if mesh.rank == 0:
         shards = without_ties(state.shards(), state.ties())
@@ -216,34 +214,6 @@ def test_each_model_goes_on_counting_its_own_steps() -> None:
     other = KINDS["gan"](world_of_one(), "b")
     Elsewhere.of(Registered(objects).state()).restore(Registered(other).state())
     assert (other["generator"].next_step, other["critic"].next_step) == (1, 2)
-
-
-@world(2)
-def test_a_server_steps_and_its_workers_average(mesh: Mesh, tmp_path: Path) -> None:
-    def made(key: str) -> dict[str, Any]:
-        module = Net(key)
-        optimizer = AdamW(module.parameters(), lr=0.01)
-        server = ParameterServer(module, optimizer, mesh)
-        return {"server": server, "optimizer": optimizer, "ema": copy.deepcopy(module)}
-
-    objects = made("a")
-    objects["server"].backward_and_step(objects["server"].module(numbers(2, 70, key="x")).sum())
-    state = Registered(objects).state()
-    assert not state.is_divided and state.is_complete == (mesh.rank == 0)
-    if not mesh.rank:
-        draft = saving.draft(step=1, data_cursor=0, numerical={}, world_size=2)
-        saving.save(tmp_path, state, draft)
-    mesh.world.group.barrier("the test")
-    other = made("b")
-    fresh, found = Registered(other).state(), newest(tmp_path)
-    assert found is not None
-    restore_found(found, fresh)
-    fresh.drop_others_moments()
-    assert bool(other["optimizer"].state) == (mesh.rank == 0)
-    if not mesh.rank:
-        assert hash_of(other, 1) == hash_of(objects, 1)
-    objects["server"].close()
-    other["server"].close()
 
 
 def test_an_update_that_torch_does_not_count_as_a_write_leaves_a_mark() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from instep.checkpoint.load import verify
 from instep.checkpoint.shorthand import save
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
@@ -18,36 +17,25 @@ from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.shard.optimizer import ShardedOptimizer
 from instep.state.shards import Shard
 from instep.state.stored import assemble, shards_from_json, shards_to_json
-from tests.checkpoint.test_stages import expected, load_and_go_on, made, train, train_and_save, world
-
-__all__ = ["expected"]  # a fixture
+from tests.kinds import KINDS, Program, net
+from tests.parity import filled
+from tests.world import world
 
 ROWS = {"dp": 2, "shard": 2}
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(3, 2), (2, 0)])
-def test_what_rows_have_saved_in_stage_1_goes_on_elsewhere(
-    tmp_path: Path, expected: tuple[str, str], ranks: int, stage: int
-) -> None:
-    world(4, **ROWS)(train_and_save)(stage=1, directory=tmp_path)
-    assert verify(tmp_path / "step-00000002").state_sha256 == expected[0]
-    world(ranks)(load_and_go_on)(stage=stage, directory=tmp_path, expected=expected[1])
+PROGRAM = Program("replicated", net)
 
 
-def test_rows_in_stage_1_go_on_from_what_others_have_saved(tmp_path: Path, expected: tuple[str, str]) -> None:
-    world(3)(train_and_save)(stage=3, directory=tmp_path)
-    world(4, **ROWS)(load_and_go_on)(stage=1, directory=tmp_path, expected=expected[1])
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @world(4, **ROWS)
+@pytest.mark.parametrize("kind", ["stage 1", "stage 2", "stage 3"])
 def test_of_what_shard_groups_hold_alike_each_writes_a_run_and_all_of_them_everything_once(
-    mesh: Mesh, stage: int
+    mesh: Mesh, kind: str
 ) -> None:
-    model, optimizer = made(mesh, stage, "a")
-    train(model, optimizer, 1)
+    model, optimizer = KINDS[kind].make(filled(net()), mesh)
+    PROGRAM.step(model, optimizer, 0)
     state = TrainingState(model, optimizer)
-    assert state.is_divided and not state.is_complete
+    assert state.is_divided
     assert state.group.ranks == state.everyone.ranks == (0, 1, 2, 3)
     held, owned = state.shards(), state.owned()
     for shard in held:
@@ -78,7 +66,7 @@ def told(mesh: Mesh, value: Any) -> list[Any]:
 
 @world(4, **ROWS)
 def save_the_bare_module(mesh: Mesh, directory: Path) -> None:
-    model, optimizer = made(mesh, 1, "a")
+    model, optimizer = KINDS["stage 1"].make(filled(net()), mesh)
     others = ShardedOptimizer(nn.Linear(3, 2).parameters(), torch.optim.SGD, mesh["shard"], lr=0.1)
     assert (optimizer.num_shard_groups, others.num_shard_groups) == (2, 2)
     with pytest.raises(ValueError, match=r"2 shard groups of 2 ranks have.*pass the DataParallel"):

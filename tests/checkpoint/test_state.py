@@ -75,7 +75,7 @@ def test_shards_are_live_and_those_of_the_hash_come_first_in_its_order() -> None
     assert hashed == sorted(hashed, key=lambda shard: shard.order or UNORDERED)
     assert [x.name for x in shards[len(hashed) :]] == ["optimizer:param_groups.0/lr"]
     assert [x.layout for x in state.owned()] == [x.layout for x in shards]
-    assert state.is_complete and not state.is_divided and state.group.size == 1
+    assert not state.is_divided and state.group.size == 1
 
 
 def test_restoring_keeps_the_memory_of_parameters_and_moments() -> None:

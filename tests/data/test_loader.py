@@ -361,7 +361,6 @@ def test_replicas_that_are_threads_read_it_too() -> None:
         optimizer.zero_grad()
         replicas.micro_batches(loader, body)
         optimizer.step()
-    replicas.close()
     for ours, one in zip(replicas.parameters(), expected_weights(), strict=True):
         assert torch.equal(ours, one)
 

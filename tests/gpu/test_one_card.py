@@ -86,7 +86,6 @@ def nets() -> Iterator[nn.Module]:
 
 
 def test_a_batch_that_is_split_over_threads_has_a_backward_on_a_card() -> None:
-    """Autograd has one thread for a GPU, in which the caller's backward waited for those of the replicas."""
     ours, theirs = nets()
     x = torch.randn(6, 8, device=CARD)
     replicas = instep.ThreadedReplicas(ours, 2)
@@ -94,7 +93,6 @@ def test_a_batch_that_is_split_over_threads_has_a_backward_on_a_card() -> None:
     theirs(x).square().sum().backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    replicas.close()
 
 
 @pytest.mark.filterwarnings("ignore:a declared step on a GPU")
@@ -110,8 +108,8 @@ def test_threads_on_a_card_have_the_bits_of_one_rank() -> None:
         else:
             for micro_batch in model.micro_batches(NUM_LEAVES):
                 one(model, micro_batch)
+            model.close()
         found.append([p.grad.clone() for p in model.module.parameters() if p.grad is not None])
-        model.close()
     assert all(map(torch.equal, *found))
 
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
+from instep.run.folder import FAULTS, SUMMARY, WORKERS
 from instep.run.jsonl import read_lines
 from instep.run.ledger import LEDGER
 
@@ -226,3 +227,40 @@ def steps_of(run_dir: Path) -> list[dict[str, object]]:
     """The ledger's lines that stand for steps, without where they were made."""
     lines = [line for line in read_lines(run_dir / LEDGER) if "cursor" in line]
     return [{name: line[name] for name in ("step", "cursor", "loss", "grad_norm")} for line in lines]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / SUMMARY).read_text())
+
+
+def faults(*specs: str) -> list[str]:
+    return [word for spec in specs for word in ("--fault", spec)]
+
+
+def events(run_dir: Path, event: str, file: str = FAULTS) -> list[dict[str, Any]]:
+    path = run_dir / file
+    return [line for line in read_lines(path) if line.get("event") == event] if path.exists() else []
+
+
+def hashes_of(run_dir: Path) -> dict[int, tuple[Any, ...]]:
+    """By step, what the ledger's last line of it says of the state."""
+    lines = [line for line in read_lines(run_dir / LEDGER) if "cursor" in line]
+    return {line["step"]: tuple(map(line.get, ("sampled", "state_sha256", "entries"))) for line in lines}
+
+
+def assert_same_run(run_dir: Path, reference: Path, global_size: int = 16) -> None:
+    """The same steps, each once, from data that nobody else has read, to the same weights and moments; on the
+    way there equal losses, gradients and samples of the state."""
+    for field in ("state_sha256", "fingerprint", "loss_first", "loss_last", "held_out_loss"):
+        assert summary(run_dir)[field] == summary(reference)[field], field
+    lines = steps_of(run_dir)
+    assert lines == steps_of(reference)
+    assert [(line["step"], line["cursor"]) for line in lines] == [
+        (step, step * global_size) for step in range(1, len(lines) + 1)
+    ]
+    ours, theirs = hashes_of(run_dir), hashes_of(reference)
+    assert ours.keys() == theirs.keys()
+    for step, (sampled, whole, entries) in ours.items():
+        assert sampled == theirs[step][0]
+        assert None in (whole, theirs[step][1]) or (whole, entries) == theirs[step][1:]  # hashed in both
+    assert not (run_dir / WORKERS).exists()

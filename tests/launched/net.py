@@ -19,9 +19,6 @@ net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 
 if args.wrap == "1":
     model = instep.DataParallel(net, run.mesh)
     optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
-elif args.wrap == "server":
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    model = instep.ParameterServer(net, optimizer, run.mesh)
 elif args.wrap == "meta":
     first = net.state_dict()  # the same bits as with the others
     with torch.device("meta"):
@@ -32,7 +29,6 @@ elif args.wrap == "meta":
 else:
     model = instep.fully_shard(net, run.mesh) if args.wrap == "3" else instep.DataParallel(net, run.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-call, stepper = (net, model) if args.wrap == "server" else (model, optimizer)
 samples = [(torch.randn(6), torch.randn(3)) for _ in range(20)]
 data = instep.Loader(samples, batch_size=12, micro_batch_size=2, seed=0)
 plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=args.steps + 1)
@@ -40,13 +36,13 @@ for step in run.steps(args.steps, model=model, optimizer=optimizer, plan=plan, d
     with step:
         losses = []
         for x, y in model.micro_batches(data):
-            loss = (call(x) - y).square().mean()
+            loss = (model(x) - y).square().mean()
             loss.backward()
             losses.append(loss.detach())
         if args.fail and step == 4 and run.rank == 1:
             exec(args.fail)
         instep.clip_grad_norm_(net.parameters(), 1.0)
-        stepper.step()
+        optimizer.step()
         plan.step()
         optimizer.zero_grad()
         step.log(loss=instep.mean(losses))

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from instep.run.folder import FAULTS, SUMMARY, WORKERS
-from instep.run.jsonl import read_lines
+from instep.run.folder import SUMMARY, WORKERS
 from instep.run.ledger import LEDGER
-from tests.launched.command import TORCHRUN, instep, read_until, run, started_warm, steps_of, train
-from tests.launched.conftest import LONG, SLOWLY, STEPS
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / SUMMARY).read_text())
-
-
-def faults(*specs: str) -> list[str]:
-    return [word for spec in specs for word in ("--fault", spec)]
-
-
-def events(run_dir: Path, event: str, file: str = FAULTS) -> list[dict[str, Any]]:
-    return [line for line in read_lines(run_dir / file) if line.get("event") == event]
-
-
-def assert_same_run(run_dir: Path, reference: Path, global_size: int = 16) -> None:
-    """The same steps, each once, from data that nobody else has read, to the same weights and moments."""
-    for field in ("state_sha256", "fingerprint", "loss_first", "loss_last", "held_out_loss"):
-        assert summary(run_dir)[field] == summary(reference)[field], field
-    lines = steps_of(run_dir)
-    assert lines == steps_of(reference)
-    assert [(line["step"], line["cursor"]) for line in lines] == [
-        (step, step * global_size) for step in range(1, len(lines) + 1)
-    ]
-    assert not (run_dir / WORKERS).exists()
+from tests.launched.command import (
+    TORCHRUN,
+    assert_same_run,
+    events,
+    faults,
+    read_until,
+    run,
+    started_warm,
+    summary,
+    train,
+)
+from tests.launched.conftest import LONG, SLOWLY
 
 
 @pytest.fixture(autouse=True)
@@ -62,38 +45,6 @@ def test_a_rank_that_takes_a_lost_ones_place_has_no_hashes_and_none_waits_for_th
     assert "never came" not in ended.err
     assert len(events(tmp_path / "run", "failure")) == 1
     assert_same_run(tmp_path / "run", undisturbed)
-
-
-def test_four_faults_in_one_run_do_not_move_a_bit(
-    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
-) -> None:
-    specs = [
-        "kill:rank=1,step=2,phase=exchange",
-        "kill:rank=0,step=4,phase=update",
-        "raise:rank=1,step=5,phase=backward",
-        "kill:rank=0,step=6,phase=save",
-    ]
-    flags = (*recipe, "--checkpoint.every", 2, "-n", 2, "--run-dir", "run")
-    ended = train(*flags, *faults(*specs), cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    assert_same_run(tmp_path / "run", undisturbed)
-    assert summary(tmp_path / "run")["world_size"] == 2
-    failures = events(tmp_path / "run", "failure")
-    # A rank may raise before the death of another, one step earlier, is noticed.
-    assert sorted((line["step"], line["rank"], line["phase"]) for line in failures) == [
-        (2, 1, "exchange"),
-        (4, 0, "update"),
-        (5, 1, "backward"),
-        (6, 0, "save"),
-    ]
-    recoveries = events(tmp_path / "run", "recovery")
-    assert 1 <= len(recoveries) <= len(failures)
-    assert all(line["source"] in ("a survivor", "the snapshot") for line in recoveries)
-    assert ended.err.count("was killed by SIGKILL") == 3
-    assert ended.out.count("state  sha256") == 1
-    compared = instep("compare", "run", undisturbed, cwd=tmp_path)
-    assert compared.code == 0, compared.out
-    assert f"the same bits in all {STEPS} steps" in compared.out
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_killed_in_every_phase_three_ranks_give_the_bits_of_one(alone: Path, tmp
     assert sorted(ended.out.splitlines()[-3:]) == [f"rank {rank} of 3" for rank in range(3)]
 
 
-@pytest.mark.parametrize("wrap", [pytest.param("1", marks=pytest.mark.slow), "3", "server"])
+@pytest.mark.parametrize("wrap", [pytest.param("1", marks=pytest.mark.slow), "3"])
 def test_what_is_divided_among_ranks_outlives_one_of_them(wrap: str, alone: Path, tmp_path: Path) -> None:
     kill = faults("kill:rank=1,step=3,phase=backward", "kill:rank=0,step=5,phase=update")
     ended = run("-n", 2, *kill, cwd=tmp_path, says=("--wrap", wrap))
@@ -147,7 +147,6 @@ def attempt():
         pytest.param("plain", 5, marks=pytest.mark.slow),
         pytest.param("1", 3, marks=pytest.mark.slow),
         pytest.param("3", 2, marks=pytest.mark.slow),
-        pytest.param("server", 3, marks=pytest.mark.slow),
     ],
 )
 def test_killed_while_a_step_is_made_again_three_ranks_give_the_bits_of_one(

@@ -9,7 +9,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from instep.run.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS
 from instep.run.jsonl import read_lines
 from instep.run.ledger import LEDGER
 from instep.timeline.trace_files import FOLDER
-from tests.launched.command import read_until, started_warm, steps_of, train
+from tests.launched.command import assert_same_run, read_until, started_warm, steps_of, summary, train
 from tests.launched.conftest import LONG, SLOWLY, STEPS
 
 # What others read in summary.json.
@@ -35,17 +34,6 @@ FIELDS = {
     "restarts",
     "fingerprint",
 }
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / SUMMARY).read_text())
-
-
-def assert_same_run(run_dir: Path, reference: Path) -> None:
-    """Equal weights, moments and step, and on the way there equal losses, gradients and data, bit by bit."""
-    assert steps_of(run_dir) == steps_of(reference)
-    for field in ("state_sha256", "fingerprint", "loss_first", "loss_last", "held_out_loss"):
-        assert summary(run_dir)[field] == summary(reference)[field], field
 
 
 def assert_every_sample_once(run_dir: Path, global_size: int = 16) -> None:
@@ -80,13 +68,6 @@ def test_three_ranks_give_the_hash_of_one(recipe, undisturbed, tmp_path):
     last_words = ended.out.splitlines()
     assert last_words[0] == "run    run"
     assert last_words[-1] == f"state  sha256 {summary(undisturbed)['state_sha256']}"
-
-
-def test_a_run_that_was_stopped_says_how_to_go_on(stopped):
-    found = summary(stopped)
-    assert (found["steps"], found["world_size"]) == (STEPS // 2, 2)
-    assert steps_of(stopped)[-1]["step"] == STEPS // 2
-    assert not (stopped / WORKERS).exists()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -165,17 +146,6 @@ def test_a_run_that_ended_before_it_could_sum_up_does_so_when_resumed(recipe, un
     assert (found["steps"], found["first_step"], found["world_size"]) == (STEPS, STEPS, 2)
     assert found["step_ms_median"] is found["tokens_per_s"] is None and found["breakdown"] == []
     assert "speed  not measured: these ranks have made no step\n" in ended.out
-
-
-def test_threads_give_the_hash_of_one_rank_where_nothing_is_random(recipe, tmp_path):
-    for strategy, ranks in (("bucketed", 1), ("threads", 3)):
-        same = (*recipe, "--model.dropout", 0, "--steps", 6, "--run-dir", strategy)
-        ended = train(*same, "--parallel.strategy", strategy, "-n", ranks, cwd=tmp_path)
-        assert ended.code == 0, ended.err
-    assert_same_run(tmp_path / "threads", tmp_path / "bucketed")
-    found = summary(tmp_path / "threads")
-    assert (found["strategy"], found["num_replicas"], found["world_size"]) == ("threads", 3, 1)
-    assert "steps  6 on 3 replica thread(s), threads\n" in ended.out
 
 
 def test_without_the_ordered_sum_the_hash_depends_on_the_ranks(recipe, tmp_path):

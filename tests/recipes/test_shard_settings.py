@@ -17,8 +17,6 @@ def config(**parallel: object) -> Config:
 
 STAGES = [
     ({"shard_stage": 4}, "parallel.shard_stage: expected 0, 1, 2 or 3, got 4"),
-    ({"shard_stage": 1, "strategy": "server"}, "shard_stage 1 with parallel.strategy server.* use another"),
-    ({"shard_stage": 1, "strategy": "threads"}, "shard_stage 1 with parallel.strategy threads.* use another"),
     ({"shard_stage": 2, "strategy": "flat"}, "with parallel.strategy flat.*; leave"),
     ({"shard_stage": 3, "ordered": False}, "with parallel.ordered false.*; leave"),
     ({"one_copy": True}, "one_copy with parallel.shard_stage 0.*; set"),

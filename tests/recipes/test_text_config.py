@@ -26,7 +26,7 @@ from instep.recipes.text_config import (
     schedule_of,
     validate,
 )
-from instep.replicate.strategies import STRATEGIES, WRAPPERS
+from instep.replicate.strategies import STRATEGIES
 from instep.run.toml import flatten
 
 HEIGHT = 5
@@ -60,20 +60,7 @@ def test_recipes_are_valid(recipe):
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas: expected a number from 0 to below 1, got 1.0"),
         ({"optim": {"min_lr_ratio": 1.5}}, "optim.min_lr_ratio: expected a number from 0 to 1, got 1.5"),
         ({"checkpoint": {"keep": 1}}, "checkpoint.keep: expected 2 or more, got 1"),
-        ({"parallel": {"strategy": "flatt"}}, "bucketed, server, threads, got 'flatt'"),
-        (
-            {"parallel": {"strategy": "server", "ordered": False}},
-            "parallel.ordered false with parallel.strategy server, which always adds in the order",
-        ),
-        (
-            {"parallel": {"strategy": "threads", "ordered": False}},
-            "parallel.ordered false with parallel.strategy threads",
-        ),
-        (
-            {"parallel": {"strategy": "threads"}, "model": {"dropout": 0.1}},
-            "model.dropout 0.1 with parallel.strategy threads, .* set model.dropout 0, or use another",
-        ),
-        ({"parallel": {"strategy": "threads"}, "ranks": 9}, "9 threads, but only 8 micro-batches"),
+        ({"parallel": {"strategy": "flatt"}}, "naive, flat, overlap, bucketed, got 'flatt'"),
         ({"autocast": "fp16"}, "autocast: expected one of off, bf16, got 'fp16'"),
         (
             {"parallel": {"nodes": "fp8"}},
@@ -135,7 +122,7 @@ def test_every_number_outside_the_model_has_a_range():
 
 
 def test_the_strategies_are_those_that_exist():
-    names = [*STRATEGIES, *WRAPPERS]
+    names = list(STRATEGIES)
     for name in names:
         validate(changed(parallel={"strategy": name}))
     with pytest.raises(ValueError, match=f"expected one of {', '.join(names)}, got"):
@@ -150,12 +137,8 @@ def test_ranks_are_at_most_the_micro_batches():
         check_ranks(config, 9)
 
 
-def test_threads_are_one_process():
-    threads = changed(parallel={"strategy": "threads"}, ranks=8)
-    check_world(threads, 1)
+def test_a_launcher_that_starts_more_ranks_than_micro_batches_is_refused():
     check_world(changed(), 8)
-    with pytest.raises(ValueError, match="threads is one process, but a launcher has started 2: start one"):
-        check_world(threads, 2)
     with pytest.raises(ValueError, match="9 ranks, but only 8 micro-batches"):
         check_world(changed(), 9)
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from torch import nn
 
 from instep.mesh.mesh import Mesh
-from instep.replicate.gradient_hashes import GradientHashes, observe_gradients
-from instep.replicate.server import ParameterServer
+from instep.replicate.gradient_hashes import GradientHashes, observe_reduction
 from instep.replicate.strategies import STRATEGIES
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.state.hash import tensor_digest
 from instep.step.micro_batches import MicroBatch
@@ -23,8 +20,8 @@ from tests.world import world
 NUM_LEAVES = 5
 
 
-def observed(model: DataParallel | ParameterServer, loss=mean_square) -> GradientHashes:
-    with observe_gradients(model) as seen:
+def observed(model: DataParallel, loss=mean_square) -> GradientHashes:
+    with observe_reduction(model._reducer) as seen:
         for micro_batch in model.micro_batches(NUM_LEAVES):
             loss(model.module, micro_batch, 0)
     return seen
@@ -68,16 +65,6 @@ def test_every_strategy_shows_the_gradients_of_autograd(mesh: Mesh, strategy: st
     model.close()
 
 
-@world(2)
-def test_a_server_shows_the_sum_and_its_workers_none(mesh: Mesh) -> None:
-    module = filled(Dense())
-    model = ParameterServer(module, torch.optim.SGD(module.parameters(), lr=1.0), mesh)
-    seen = observed(model)
-    assert gathered(mesh, seen) == by_hand(Dense())
-    assert seen.reduced == (observed(alone(Dense())).reduced if mesh.rank == 0 else {})
-    model.close()
-
-
 def test_tied_and_frozen_parameters_are_there_once_or_not() -> None:
     seen = observed(alone(Tied(), find_unused_parameters=True), next_token)
     assert seen.leaves == by_hand(Tied(), next_token)
@@ -94,13 +81,3 @@ def test_outside_of_it_nothing_is_observed_and_an_error_passes_through() -> None
         observed(model, planted)
     assert model._reducer.observer is None
     assert observed(model).leaves == by_hand(Dense())
-
-
-def test_replicas_in_threads_are_refused_with_a_way_out() -> None:
-    replicas = ThreadedReplicas(Dense(), 1)
-    refused = pytest.raises(
-        TypeError, match=r"got ThreadedReplicas: .* train the same step with DataParallel"
-    )
-    with refused, observe_gradients(replicas):
-        pass
-    replicas.close()

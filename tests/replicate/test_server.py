@@ -1,229 +1,160 @@
-"""The parameter server: the bits of the others, another way for the bytes, one optimizer."""
+"""The parameter server: the bits of ``DataParallel``, one optimizer, errors on all ranks, refusals."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from instep.errors import PeerLost
-from instep.events import Event
+import instep
+from instep.errors import Desync, PeerLost
 from instep.mesh.mesh import Mesh
 from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
-from tests.parity import (
-    Training,
-    adamw,
-    assert_same_bits,
-    bits_of_one,
-    filled,
-    momentum,
-    numbers,
-    world_of_one,
-)
-from tests.replicate.nets import OTHER, PLAIN, Dense, mean_square
+from tests.parity import Training, assert_same_bits, bits_of_one, filled, momentum
+from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense
 from tests.replicate.replicas import equal_everywhere, square
 from tests.state_oracle import state_entries
 from tests.world import world
 
-WITHOUT_RANDOM = PLAIN | OTHER
 
-
-def train(training: Training, mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The declared steps of ``training`` with a server."""
-    module = filled(training.module())
-    optimizer = training.optimizer(module.parameters())
-    server = ParameterServer(module, optimizer, mesh, find_unused_parameters=True)
-    for step in range(training.num_steps):
-        for micro_batch in server.micro_batches(training.num_leaves):
-            training.leaf_step(module, micro_batch, step)
-        if training.clip is not None:
-            clip_grad_norm_(module.parameters(), training.clip)
-        server.step()
-    server.close()
-    return module, optimizer
-
-
-def assert_bits_of_one(mesh: Mesh, training: Training) -> None:
-    """Weights everywhere, and moments on the server, have the bits of ``DataParallel`` on one rank."""
-    module, optimizer = train(training, mesh)
-    expected = bits_of_one(training)
-    ours = state_entries(module, optimizer)
-    if mesh.rank == 0:
-        assert_same_bits(ours, expected)
-    else:
-        assert_same_bits(ours, expected[: len(state_entries(module))])
-        assert not optimizer.state
-    assert all(parameter.grad is None for parameter in module.parameters())
+def require_bits_of_one(mesh: Mesh, trainings: dict[str, Training]) -> None:
+    """Declared steps give the weights of one rank, and its moments on the server."""
+    for training in trainings.values():
+        module = filled(training.module())
+        optimizer = training.optimizer(module.parameters())
+        server = ParameterServer(module, optimizer, mesh)
+        for step in range(training.num_steps):
+            for micro_batch in server.micro_batches(training.num_leaves):
+                training.leaf_step(module, micro_batch, step)
+            if training.clip is not None:
+                clip_grad_norm_(module.parameters(), training.clip)
+            server.step()
+        server.close()
+        ours = state_entries(module, optimizer)
+        assert_same_bits(ours, bits_of_one(training)[: len(ours)])
+        assert mesh.rank == 0 or not optimizer.state
 
 
 @world(3)
-def test_a_server_and_two_workers_give_the_bits_of_one(mesh: Mesh) -> None:
-    for training in WITHOUT_RANDOM.values():
-        assert_bits_of_one(mesh, training)
+def test_declared_steps_have_the_bits_of_one_rank(mesh: Mesh) -> None:
+    require_bits_of_one(mesh, PLAIN | OTHER)
 
 
-def undeclared(module: nn.Module, mesh: Mesh, *, with_server: bool, num_steps: int = 3) -> list[Tensor]:
-    """The weights after plain steps, every rank on samples of its own."""
-    optimizer = momentum(module.parameters())
-    if with_server:
-        server = ParameterServer(module, optimizer, mesh)
-        for _ in range(num_steps):
-            server.backward_and_step(square(module, mesh.rank))
-        server.close()
-    else:
-        model = DataParallel(module, process_group=mesh)
-        for _ in range(num_steps):
+@world(2, by="process", backend="shm")
+def test_so_they_have_with_dropout_over_shared_memory(mesh: Mesh) -> None:
+    require_bits_of_one(mesh, RANDOM)
+
+
+def with_statistics() -> nn.Module:
+    """Whose running statistics differ between ranks until those of the first rank are taken."""
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("kind", [Dense, with_statistics])
+@world(3)
+def test_plain_steps_have_the_bits_of_data_parallel(mesh: Mesh, kind: Callable[[], nn.Module]) -> None:
+    found = []
+    for with_server in (True, False):
+        module = filled(kind())
+        module.apply(lambda part: getattr(part, "reset_parameters", int)() if mesh.rank else None)
+        optimizer = momentum(module.parameters())
+        model: Any = ParameterServer(module, optimizer, mesh) if with_server else DataParallel(module, mesh)
+        for _ in range(3):
             optimizer.zero_grad()
             square(model, mesh.rank).backward()
-            optimizer.step()
+            (model if with_server else optimizer).step()
         model.close()
-    return [*module.state_dict().values()]
+        found.append([*module.state_dict().items()])
+    assert_same_bits(*found)
+    assert equal_everywhere(mesh, [x for _, x in found[0]])
 
 
-class Statistics(nn.Module):
-    """Running statistics, which differ between ranks until the first rank's win."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-@pytest.mark.parametrize("kind", [Dense, Statistics])
-@world(3)
-def test_plain_steps_give_the_bits_of_data_parallel(mesh: Mesh, kind: type[nn.Module]) -> None:
-    with_server = undeclared(filled(kind()), mesh, with_server=True)
-    without = undeclared(filled(kind()), mesh, with_server=False)
-    assert_same_bits([("x", x) for x in with_server], [("x", x) for x in without])
-    assert equal_everywhere(mesh, with_server)
-
-
-@world(2)
-def test_plain_backwards_before_the_last_are_part_of_the_gradient(mesh: Mesh) -> None:
-    module, alone = filled(Dense()), filled(Dense())
-    server = ParameterServer(module, momentum(module.parameters()), mesh)
-    optimizer = momentum(alone.parameters())
-    square(module, mesh.rank).backward()
-    server.backward_and_step(square(module, mesh.rank + 2))
-    (sum(square(alone, i) for i in range(4)) / 2).backward()
-    optimizer.step()
-    for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected)
-    server.close()
-
-
-@world(3)
-def test_the_workers_start_with_the_server_s_values_and_have_no_gradient_after_backward(mesh: Mesh) -> None:
-    torch.manual_seed(mesh.rank)
-    module = Dense()
-    server = ParameterServer(module, adamw(module.parameters()) if mesh.rank == 0 else None, mesh)
-    assert equal_everywhere(mesh, module.parameters())
-    server.backward(square(module, mesh.rank))
-    assert [p.grad is None for p in module.parameters()] == [not server.is_server] * 6
-    server.step()
-    assert equal_everywhere(mesh, module.parameters())
-    assert server.step_mode == "undeclared"
-    server.close()
-
-
-def declared_step(server: ParameterServer, num_leaves: int) -> None:
-    for micro_batch in server.micro_batches(num_leaves):
-        mean_square(server.module, micro_batch, 0)
-
-
-def spans(events: list[Event], name: str) -> list[Event]:
-    return [event for event in events if event.name == name]
-
-
-@world(3)
-def test_the_server_s_link_carries_w_minus_one_gradients_in_and_weights_out(mesh: Mesh) -> None:
-    module = filled(nn.Linear(16, 4, bias=False))  # 256 bytes, a multiple of what addresses are aligned to
-    server = ParameterServer(module, adamw(module.parameters()), mesh)
-    server.backward_and_step(
-        numbers(2, 16, key=f"{mesh.rank}").requires_grad_().matmul(module.weight.T).sum()
-    )
-    events = list(server.recorder.events)
-    size = server._reducer.buckets[0].nbytes
-    bytes_of = {name: [event.bytes for event in spans(events, name)] for name in ("send", "receive")}
-    if server.is_server:
-        assert bytes_of == {"send": [2 * size], "receive": [2 * size]}
-        (receive,), (aggregate,), (update,), (send,) = (
-            spans(events, name) for name in ("receive", "aggregate", "update", "send")
-        )
-        times = [x for event in (receive, aggregate, update, send) for x in (event.start_ns, event.end_ns)]
-        assert times == sorted(times)
-    else:
-        assert bytes_of == {"send": [size], "receive": [size]}
-        (send,), (receive,) = (spans(events, name) for name in ("send", "receive"))
-        (idle,) = (event for event in spans(events, "parameter update") if event.peer == 0)
-        assert send.end_ns <= idle.start_ns <= idle.end_ns <= receive.start_ns
-        assert not spans(events, "update") and not spans(events, "aggregate")
-    server.close()
-
-
-@world(3)
-def test_a_worker_sends_every_root_of_its_micro_batches(mesh: Mesh) -> None:
-    """Of 8 leaves rank 1 has 3, 4 and 5, two nodes of the tree; rank 2 has 6 and 7, one node."""
-    module = filled(Dense())
-    server = ParameterServer(module, adamw(module.parameters()), mesh)
-    declared_step(server, 8)
-    size = server._reducer.buckets[0].nbytes
-    (moved,) = spans(list(server.recorder.events), "receive" if server.is_server else "send")
-    assert moved.bytes == {0: 3, 1: 2, 2: 1}[mesh.rank] * size
-    server.step()
-    server.close()
+@pytest.fixture
+def noticed() -> threading.Event:
+    return threading.Event()
 
 
 @world(2, timeout_s=2)
-def test_survivors_go_on_over_a_new_group_with_the_weights_of_its_server(mesh: Mesh) -> None:
+def test_a_rank_that_leaves_early_or_never_comes_is_named(mesh: Mesh, noticed: threading.Event) -> None:
     module = filled(Dense())
     server = ParameterServer(module, momentum(module.parameters()), mesh)
-    if server.is_server:
-        with pytest.raises(PeerLost):
-            server.backward(square(module, 0))
+    if mesh.rank == 1:
+        for _ in server.micro_batches(4):
+            break
     else:
-        module.layers[0].weight.data.add_(1)
-    server.rebind(mesh)
-    assert equal_everywhere(mesh, module.parameters())
-    server.backward_and_step(square(module, mesh.rank))
-    assert equal_everywhere(mesh, module.parameters())
-    assert_same_bits(
-        [("x", x) for x in module.state_dict().values()],
-        [("x", x) for x in undeclared(filled(Dense()), mesh, with_server=False, num_steps=1)],
-    )
+        with pytest.raises(Desync, match="rank 1 left step 0"):  # noqa: PT012
+            for micro_batch in server.micro_batches(4):
+                square(server, micro_batch.index).backward()
+        with pytest.raises(ValueError, match=r"step\(\) without a gradient"):
+            server.step()
+        with pytest.raises(PeerLost, match=r"never came: rank 1"):
+            square(server, 0).backward()
+        noticed.set()
+    assert noticed.wait(30)
     server.close()
 
 
-def test_a_server_that_nobody_holds_is_gone_and_leaves_the_module_as_it_was() -> None:
-    module = filled(Dense())
-    server = ParameterServer(module, momentum(module.parameters()), world_of_one())
-    alive = weakref.ref(server._model)
-    del server
-    gc.collect()
-    assert alive() is None
-    square(module, 0).backward()
-    assert module.layers[0].weight.grad is not None
-
-
 @world(2)
-def test_a_step_ends_for_the_server_and_its_worker_when_both_have_the_weights(mesh: Mesh) -> None:
+def test_an_update_that_fails_on_the_server_is_an_error_on_all_ranks(mesh: Mesh) -> None:
     module = filled(Dense())
-    server = ParameterServer(module, adamw(module.parameters()), mesh)
-    for _ in range(2):
-        declared_step(server, 4)
+    optimizer = momentum(module.parameters())
+    server = ParameterServer(module, optimizer, mesh)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    square(server, mesh.rank).backward()
+    with pytest.raises(ZeroDivisionError if server.is_server else Desync, match="division by zero"):
         server.step()
-    events = list(server.recorder.events)
-    assert [event.step for event in spans(events, "step")] == [0, 1]
-    for name in ("update", "send", "receive", "parameter update"):
-        assert {event.step for event in spans(events, name)} <= {0, 1}, name
-    last = max(event.end_ns for event in spans(events, "parameter update") if event.step == 0)
-    (first, _) = spans(events, "step")
-    assert first.start_ns < last <= first.end_ns
+    handle.remove()
+    assert_same_bits([*module.named_parameters()], [*filled(Dense()).named_parameters()])
+    square(server, mesh.rank).backward()
+    server.step()
+    assert equal_everywhere(mesh, module.parameters())
+    server.close()
+
+
+def second_gradient(server: ParameterServer, path: Path) -> None:
+    for _ in range(2):
+        square(server, 0).backward()
+
+
+def run(model: Any, server: ParameterServer, path: Path) -> None:
+    next(iter(instep.Run(path / "run").steps(1, model=model, optimizer=server.optimizer)))
+
+
+def sharded(model: nn.Module) -> instep.ShardedOptimizer:
+    return instep.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
+INSTEAD = "for comparison, without Run, checkpoints and copies: use instep.DataParallel"
+TRAINS = "a ParameterServer, for comparison, trains these: use instep.DataParallel"
+NAMED = "strategy 'server' is a wrapper of its own: use instep.ParameterServer"
+REFUSALS: list[tuple[str, Callable[[ParameterServer, Path], object]]] = [
+    (r"a second gradient before step\(\)", second_gradient),
+    (r"step\(\) without a gradient", lambda server, path: server.step()),
+    (INSTEAD, lambda server, path: instep.save(path, server, step=1)),
+    (INSTEAD, lambda server, path: run(server, server, path)),
+    (INSTEAD, lambda server, path: copy.deepcopy(server)),
+    (TRAINS, lambda server, path: run(server.module, server, path)),
+    (TRAINS, lambda server, path: sharded(server)),
+    ("instep's ParameterServer already", lambda server, path: instep.fully_shard(server)),
+    (NAMED, lambda server, path: DataParallel(Dense(), strategy="server")),
+    ("plain torch optimizer, got ShardedO", lambda *_: ParameterServer(net := Dense(), sharded(net))),
+    ("plain torch optimizer, got NoneType", lambda server, path: ParameterServer(Dense(), None)),
+    ("that the module lacks", lambda server, path: ParameterServer(nn.Linear(1, 1), server.optimizer)),
+]
+
+
+@pytest.mark.parametrize(("message", "refused"), REFUSALS)
+def test_what_is_refused_says_what_to_do(message: str, refused: Any, tmp_path: Path) -> None:
+    module = filled(Dense())
+    server = ParameterServer(module, momentum(module.parameters()))
+    with pytest.raises((ValueError, TypeError), match=message):
+        refused(server, tmp_path)
     server.close()

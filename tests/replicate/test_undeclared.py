@@ -260,44 +260,6 @@ def sometimes(model: nn.Module, rank: int) -> Tensor:
     return model(samples(rank), rank == 1).square().mean()
 
 
-@world(2, by="process")
-def test_unused_parameters_by_default_warn_once_and_count_as_zero(mesh: Mesh) -> None:
-    model = DataParallel(filled(Twice()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model.zero_grad()
-            sometimes(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, sometimes)
-    assert model.module.never.weight.grad is None
-    assert model.module.sometimes.weight.grad is not None
-    ours = [str(w.message) for w in caught if "no gradient came" in str(w.message)]
-    assert len(ours) == (1 if mesh.rank == 0 else 0)
-    assert all("'sometimes.weight' on rank 0" in text for text in ours)
-    assert all("'never.bias' on any rank" in text for text in ours)
-    model.close()
-
-
-@world(2, by="process")
-def test_unused_parameters_are_quiet_if_expected(mesh: Mesh) -> None:
-    model = DataParallel(filled(Twice()), find_unused_parameters=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sometimes(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, sometimes)
-    model.close()
-
-
-@world(2)
-def test_unused_parameters_raise_by_name_on_all_ranks_if_forbidden(mesh: Mesh) -> None:
-    model = DataParallel(filled(Twice()), process_group=mesh, find_unused_parameters=False)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"'sometimes.weight' on rank 0.*find_unused_parameters=False"):
-            sometimes(model, mesh.rank).backward()
-        assert all(p.grad is None for p in model.parameters())
-    model.close()
-
-
 @world(2)
 def test_a_parameter_frozen_after_wrapping_counts_as_unused(mesh: Mesh) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh, find_unused_parameters=True)
@@ -309,36 +271,6 @@ def test_a_parameter_frozen_after_wrapping_counts_as_unused(mesh: Mesh) -> None:
     assert model.module.layers[0].weight.grad is None
     model.module.layers[0].requires_grad_(True)
     assert_backwards(mesh, model)
-    model.close()
-
-
-def plain_steps(model: nn.Module, rank: int, backwards: int) -> None:
-    optimizer = sgd(model.module)
-    for _ in range(2):
-        for _ in range(backwards):
-            square(model, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@world(2)
-def test_unequal_numbers_of_synchronised_backwards_raise_on_both_ranks(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    with pytest.raises(Desync, match=r"rank 1 is at optimizer step 1; rank 0: 0.*same number"):
-        plain_steps(model, mesh.rank, backwards=2 - mesh.rank)
-    model.close()
-
-
-def declared_step(model: nn.Module) -> None:
-    for micro_batch in model.micro_batches(2):
-        square(model, micro_batch.index).backward()
-
-
-@world(2)
-def test_one_rank_in_a_declared_step_and_one_not_raise_on_both_ranks(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    with pytest.raises(Desync, match=r"rank 1 is in a declared step.*inside model.micro_batches"):
-        declared_step(model) if mesh.rank else square(model, 0).backward()
     model.close()
 
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.rng.generators import (
     ModuleGenerators,
@@ -303,13 +302,6 @@ def test_declared_steps_key_them_and_leave_the_user_s_numbers_alone() -> None:
     random.seed(1)
     assert random.random() == number
     model.close()
-
-
-def test_threads_that_share_a_generator_are_refused_by_its_name() -> None:
-    replicas = ThreadedReplicas(filled(Noisy()), 2)
-    with pytest.raises(ValueError, match=r"forward drew from random, which threads share"):
-        replicas.micro_batches(2, lambda model, micro_batch: mean_square(model, micro_batch, 0))
-    replicas.close()
 
 
 class Slow:

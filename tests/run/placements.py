@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import instep
 
 MICRO_BATCHES = 4
-PLACEMENTS = ("replicas", "undeclared", "server", "stage1", "stage2", "stage3")
+PLACEMENTS = ("replicas", "undeclared", "stage1", "stage2", "stage3")
 
 Before = Callable[[int, nn.Module], object]
 
@@ -29,14 +29,8 @@ class Placed:
         self.run, self.kind, self.module = run, kind, net()
         options: dict[str, Any] = {"lr": 0.1, "fused": True}
         self.model: Any
-        if kind == "server":
-            self.optimizer = torch.optim.AdamW(self.module.parameters(), **options)
-            self.model = instep.ParameterServer(self.module, self.optimizer, run.mesh)
-            return
         if kind in ("stage2", "stage3"):
             self.model = instep.fully_shard(self.module, run.mesh, stage=int(kind[-1]))
-        elif kind == "threads":
-            self.model = instep.ThreadedReplicas(self.module, 2)
         else:
             self.model = instep.DataParallel(self.module, run.mesh)
         if kind == "stage1":
@@ -52,14 +46,9 @@ class Placed:
     def _gradients(self, step: int, loss: Callable[..., Tensor]) -> None:
         if self.kind == "undeclared":
             loss(self.model, step, self.run.rank).backward()
-        elif self.kind == "threads":
-            self.model.micro_batches(
-                MICRO_BATCHES, lambda model, micro_batch: loss(model, step, micro_batch.index).backward()
-            )
         else:
-            model = self.module if self.kind == "server" else self.model
             for micro_batch in self.model.micro_batches(MICRO_BATCHES):
-                loss(model, step, micro_batch.index).backward()
+                loss(self.model, step, micro_batch.index).backward()
 
     def train(
         self,
@@ -74,11 +63,8 @@ class Placed:
             with step:
                 self._gradients(int(step), loss or self.loss)
                 before(int(step), self.module)
-                if self.kind == "server":
-                    self.model.step()
-                else:
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             made.append(int(step))
         return made
 

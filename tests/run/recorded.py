@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
 from instep.reduce.norm import grad_norm
-from instep.replicate.gradient_hashes import observe_gradients
+from instep.replicate.gradient_hashes import observe_reduction
 from instep.replicate.wrapper import DataParallel
 from instep.run.jsonl import JsonLines
 from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement
@@ -60,7 +60,7 @@ def record(path: Path, mesh: Mesh, plan: Plan) -> None:
     )
     for step in range(1, plan.steps + 1):
         losses = {}
-        with observe_gradients(model) as seen:
+        with observe_reduction(model._reducer) as seen:
             for leaf in model.micro_batches(NUM_LEAVES):
                 now |= {"step": step, "leaf": leaf.index}
                 loss = module(numbers(4, WIDTH, key=f"{step}, {leaf.index}")).square().mean()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from tests.run.loops import ledger, metrics, summary
 from tests.run.placements import PLACEMENTS, Placed, run_of
@@ -56,7 +55,7 @@ def test_a_gradient_that_is_not_finite_is_used_on_no_rank(mesh: Mesh, kind: str,
     end(placed)
 
 
-@pytest.mark.parametrize("kind", ["replicas", "server", "stage2"])
+@pytest.mark.parametrize("kind", ["replicas", "stage2"])
 @world(2, by="process", backend="shm")
 def test_a_spike_is_skipped_on_all_ranks(mesh: Mesh, kind: str, tmp_path: Path) -> None:
     placed = run_of(tmp_path / "run", kind, spike=50.0)
@@ -101,17 +100,3 @@ def test_steps_on_the_list_have_the_same_bits_on_every_placement(
     end(by_hand)
     hashes = {summary(tmp_path / name)["state_sha256"] for name in ("run", "by hand")}
     assert len(hashes) == 1
-
-
-@world(2, by="process", backend="shm")
-def test_an_error_of_the_server_s_optimizer_is_no_skipped_step(mesh: Mesh, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", "server")
-
-    def fail(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        raise MemoryError("no memory for moments")
-
-    placed.optimizer.register_step_pre_hook(fail)
-    with pytest.raises(Desync if mesh.rank else MemoryError):
-        placed.train(1)
-    assert told(mesh, "done") == ["done"] * 2
-    end(placed)

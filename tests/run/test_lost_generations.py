@@ -94,7 +94,6 @@ def give_back(mesh: Mesh, mine: TextTraining, graceful: bool, backend: str, pair
     [
         pytest.param("bucketed", 0, False, marks=pytest.mark.slow),
         ("bucketed", 0, True),
-        ("server", 0, False),
         pytest.param("bucketed", 1, False, marks=pytest.mark.slow),
         pytest.param("bucketed", 2, False, marks=pytest.mark.slow),
         ("bucketed", 3, False),

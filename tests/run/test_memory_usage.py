@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from instep.replicate.server import ParameterServer
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.run.memory_usage import MemoryUsage, count, memory_usage
 from instep.shard.optimizer import ShardedOptimizer
@@ -110,21 +108,6 @@ def test_over_messages_a_rank_receives_half_a_gradient_or_small_ones_whole(mesh,
     assert found.scratch == pytest.approx(received * WEIGHTS, abs=4 * ALIGN + OVERHEAD)
 
 
-@world(3)
-def test_only_the_server_has_moments_and_room_for_what_all_workers_send(mesh):
-    module = Tied()
-    optimizer = torch.optim.AdamW(module.parameters())
-    model = ParameterServer(module, optimizer, mesh)
-    step(model, module, 3)
-    model.step()
-    found = memory_usage(module, optimizer, model)
-    model.close()
-    server = mesh.rank == 0
-    assert found.optimizer == (2 * WEIGHTS + 4 if server else 0)
-    rows = 2 if server else 1
-    assert found.scratch == pytest.approx(rows * WEIGHTS, abs=rows * 3 * ALIGN + OVERHEAD)
-
-
 @world(2)
 def test_sharded_moments_count_where_they_are(mesh):
     module = nn.Linear(4096, 8, bias=False)  # 8 blocks of 4096 elements: 4 for each rank
@@ -135,15 +118,3 @@ def test_sharded_moments_count_where_they_are(mesh):
     optimizer.close()
     size = 4096 * 8 * 4
     assert found == MemoryUsage(size + OVERHEAD, size, 2 * size // 2 + 4)
-
-
-def test_threads_have_a_set_of_buckets_each_over_one_set_of_weights():
-    module = Tied()
-    model = ThreadedReplicas(module, 3)
-    assert memory_usage(module, model=model) == MemoryUsage(WEIGHTS + 32, buffers=24)
-    model.micro_batches(3, lambda replica, leaf: replica(TOKENS).pow(2).mean().backward())
-    found = memory_usage(module, model=model)
-    model.close()
-    assert found.parameters == WEIGHTS + 32
-    assert found.gradients == pytest.approx(WEIGHTS, abs=ALIGN + OVERHEAD)
-    assert found.scratch == pytest.approx(2 * WEIGHTS, abs=2 * (ALIGN + OVERHEAD))

@@ -96,17 +96,6 @@ def test_a_gradient_is_named_with_its_parameter_and_rank(mesh: Mesh, kind: str, 
     ]
 
 
-def test_replicas_in_threads_are_told_apart_by_their_micro_batches(tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", "threads", max_skipped=0)
-    with pytest.raises(Diverged) as caught:
-        placed.train(2, loss=spoiled(placed, "0.bias", {2, 3}, range(1, 2)))
-    assert str(caught.value) == (
-        "step 1: gradient norm is nan; 1 step was skipped, and max_skipped is 0. First of all, the gradient "
-        f"of '0.bias' of micro-batch 2, which rank 0 computed, is not finite. {END.format(1)}"
-    )
-    placed.run.close()
-
-
 @world(2, by="process", backend="shm")
 def test_a_loss_is_known_by_all_the_gradients_that_it_spoils(mesh: Mesh, tmp_path: Path) -> None:
     placed = run_of(tmp_path / "run", "replicas", max_skipped=0)
@@ -137,10 +126,9 @@ def test_a_weight_goes_before_the_gradients_that_it_spoils(mesh: Mesh, kind: str
     assert error.parameter == "2.weight"
 
 
-@pytest.mark.parametrize("kind", ["replicas", "server"])
 @world(2, by="process", backend="shm")
-def test_what_no_micro_batch_shows_is_laid_on_what_comes_after(mesh: Mesh, kind: str, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", kind, max_skipped=0)
+def test_what_no_micro_batch_shows_is_laid_on_what_comes_after(mesh: Mesh, tmp_path: Path) -> None:
+    placed = run_of(tmp_path / "run", "replicas", max_skipped=0)
 
     def spoil(step: int, module: nn.Module) -> None:
         gradient = dict(module.named_parameters())["2.bias"].grad
@@ -155,10 +143,9 @@ def test_what_no_micro_batch_shows_is_laid_on_what_comes_after(mesh: Mesh, kind:
     assert (error.ranks, error.parameter) == ((), "2.bias")
 
 
-@pytest.mark.parametrize("kind", ["replicas", "server"])
 @world(2, by="process", backend="shm")
-def test_spikes_that_last_end_a_run_without_a_search(mesh: Mesh, kind: str, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", kind, max_skipped=1, spike=10.0)
+def test_spikes_that_last_end_a_run_without_a_search(mesh: Mesh, tmp_path: Path) -> None:
+    placed = run_of(tmp_path / "run", "replicas", max_skipped=1, spike=10.0)
 
     def loss(model: nn.Module, step: int, number: int) -> Tensor:
         if step == 1:
@@ -189,16 +176,3 @@ def test_a_fault_makes_the_gradient_of_one_rank_nan(mesh: Mesh, kind: str, tmp_p
     assert "step 2: gradient norm is nan" in str(error)
     assert (error.ranks, error.parameter) == ((1,), "2.weight")
     assert not any(p._backward_hooks for p in placed.module.parameters() if "stage" not in kind)
-
-
-def test_a_fault_comes_to_replicas_in_threads_too(tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", "threads", max_skipped=0)
-
-    def inject(step: int, module: nn.Module) -> None:
-        placed.run._steps.work.injector = FaultInjector([Fault("nan", step=1, name="0.weight")])
-
-    with pytest.raises(Diverged, match=r"step 1: .* of '0.weight' of micro-batch 0, which rank 0") as caught:
-        placed.train(3, before=inject)
-    assert caught.value.parameter == "0.weight"
-    assert all(torch.isfinite(p).all() for p in placed.module.parameters())
-    placed.run.close()

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from instep.run.memory_usage import everyone, run_memory, words
-from tests.parity import world_of_one
 from tests.run.text_training import tiny, trained
 from tests.world import world
 
@@ -23,14 +22,9 @@ def test_every_rank_hears_of_all_and_the_host_is_more_than_one_and_less_than_all
         assert max(peaks) < host["resident_peak"] < sum(peaks)  # both have torch loaded, once
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "server", "threads"])
 @world(2)
-def test_a_run_tells_its_memory_and_is_none_the_worse_for_it(mesh, data, strategy):
-    if strategy == "threads":  # which are the ranks of one process
-        if mesh.rank:
-            return
-        mesh = world_of_one()
-    each, undisturbed = trained(tiny(data, strategy), mesh, 1), trained(tiny(data, strategy), mesh, 2)
+def test_a_run_tells_its_memory_and_is_none_the_worse_for_it(mesh, data):
+    each, undisturbed = trained(tiny(data), mesh, 1), trained(tiny(data), mesh, 2)
     training = each.training
     before = training.state_sha256()
     memory = run_memory(training)
@@ -38,10 +32,9 @@ def test_a_run_tells_its_memory_and_is_none_the_worse_for_it(mesh, data, strateg
     assert all(p.grad is None for p in each.module.parameters())
     size = 4 * sum(p.numel() for p in each.module.parameters())
     for row in memory["ranks"]:
-        worker = strategy == "server" and row["rank"] > 0
         assert row["parameters"] == size
         assert row["gradients"] == pytest.approx(size, rel=0.05)
-        assert row["optimizer"] == (0 if worker else pytest.approx(2 * size, rel=0.05))
+        assert row["optimizer"] == pytest.approx(2 * size, rel=0.05)
     assert "MB of state per rank" in words(memory)
     each.step()  # goes on as if nothing had been
     assert training.state_sha256() == undisturbed.training.state_sha256()

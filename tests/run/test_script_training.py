@@ -170,7 +170,7 @@ def test_a_rank_alone_has_no_state_any_more_when_it_has_left(stage: int) -> None
     training.keep()
     training.join(world_of_one(), wrappers=True)
     training.begin()
-    training.rank_state.agreed(complete=training.state.is_complete)
+    training.rank_state.agreed(complete=not training.state.is_divided)
     assert training.rank_state.holds is Holds.EVERYTHING
     training.leave()
     assert training.rank_state.holds is Holds.NOTHING

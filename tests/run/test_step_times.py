@@ -19,12 +19,9 @@ def of_step(mesh: Mesh, step: int) -> list[Event]:
     return Timeline(mesh.recorder.events).of(mesh.recorder.rank, step)
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "server"])
 @world(2)
-def test_in_training_every_rank_hears_of_every_other_one_step_later(
-    mesh: Mesh, data: Path, strategy: str
-) -> None:
-    training = trained(tiny(data, strategy), mesh).training
+def test_in_training_every_rank_hears_of_every_other_one_step_later(mesh: Mesh, data: Path) -> None:
+    training = trained(tiny(data), mesh).training
     heard = [OwnTimes.from_list([*figures]) for figures in training.timing._heard]
     assert [(own.step, own.rank) for own in heard] == [(s, r) for s in range(STEPS - 1) for r in range(2)]
     mine = [own for own in heard if own.rank == mesh.rank]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from instep.run.folder import SUMMARY
-from instep.run.summary import figures, finished, show, where
+from instep.run.summary import figures, finished, show
 
 LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
 
@@ -62,7 +62,7 @@ def test_what_is_counted_by_the_second_has_the_name_that_the_steps_give_it(tmp_p
 
 
 def test_what_is_shown_is_the_summary(tmp_path, capsys):
-    rest = {"steps": 6, "num_replicas": 2, "strategy": "flat", "state_sha256": "abc"}
+    rest = {"steps": 6, "world_size": 2, "strategy": "flat", "state_sha256": "abc"}
     found = figures([START, *map(line, range(1, 7))], 0, 100)
     show({**found, **rest}, tmp_path, loss_unit="nats per byte")
     said = capsys.readouterr()
@@ -78,18 +78,18 @@ def test_what_is_shown_is_the_summary(tmp_path, capsys):
 
 
 def test_what_is_not_known_is_a_dash(tmp_path, capsys):
-    rest = {"steps": 0, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
+    rest = {"steps": 0, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
     show({**figures([], 0, 100), **rest}, tmp_path, loss_unit="nats per byte")
     assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
 
 
 def test_a_loss_that_a_script_has_not_logged_is_not_told(tmp_path, capsys):
-    rest = {"steps": 6, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc"}
+    rest = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
     show({"held_out_loss": 0.5, "held_out_loss_first": 1.0, "loss_last": math.nan, **rest}, tmp_path)
     assert "loss   0.500 held out, from 1.000\n" in capsys.readouterr().out
 
 
-PART = {"steps": 6, "num_replicas": 1, "strategy": "flat", "state_sha256": "abc", "first_step": 3}
+PART = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc", "first_step": 3}
 
 
 def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, capsys):
@@ -120,8 +120,3 @@ def test_the_lines_end_with_where_the_rest_is_and_the_hash(tmp_path, capsys):
 def test_a_run_that_had_been_finished_says_so_and_how_to_go_on():
     assert finished(30, 30).startswith("this run is finished: step 30 of 30 was done already")
     assert "--steps 60 --accept-contract" in finished(30, 30)
-
-
-def test_threads_are_not_called_ranks():
-    assert where("threads", 3) == "3 replica thread(s)"
-    assert where("server", 3) == "3 rank(s)"

@@ -85,14 +85,6 @@ def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict
     assert together.training.step_mode == "declared"
 
 
-@world(3)
-def test_a_server_makes_the_steps_of_one_rank_and_holds_all_the_moments(mesh: Mesh, data: Path) -> None:
-    optim = replace(text_config.tiny().optim, clip=0.1)
-    together = begun(tiny(data, "server", optim=optim), mesh)
-    assert_same_run(begun(tiny(data, optim=optim), world_of_one()), together)
-    assert bool(together.optimizer.state) == (mesh.rank == 0)
-
-
 @world(2)
 def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
     mine = data.with_name(f"text of rank {mesh.rank}")

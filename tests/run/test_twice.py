@@ -161,28 +161,24 @@ def train_wrapped(run: instep.Run, wrap: str, loss: Loss = squares, num_steps: i
     model: Any
     if wrap in "23":
         model = instep.fully_shard(net, run.mesh, int(wrap))
-    elif wrap == "server":
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        model = instep.ParameterServer(net, optimizer, run.mesh)
     else:
         model = instep.DataParallel(net, run.mesh)
     if wrap == "1":
         optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    elif wrap != "server":
+    else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    call, stepper = (net, model) if wrap == "server" else (model, optimizer)
     made = []
     for step in run.steps(num_steps, model=model, optimizer=optimizer):
         with step:
             for _ in model.micro_batches(5):
-                loss(call(torch.randn(3, 4))).backward()
-            stepper.step()
+                loss(model(torch.randn(3, 4))).backward()
+            optimizer.step()
             optimizer.zero_grad()
         made.append(int(step))
     return made
 
 
-@pytest.mark.parametrize("wrap", ["0", "1", "2", "3", "server"])
+@pytest.mark.parametrize("wrap", ["0", "1", "2", "3"])
 @world(3, by="process")
 def test_of_three_ranks_the_one_that_computes_otherwise_is_named(
     mesh: Mesh, tmp_path: Path, wrap: str
@@ -282,7 +278,7 @@ def test_what_comes_over_one_rank_once_is_said_of_it(mesh: Mesh, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("wrap", ["1", "2", "3", "server"])
+@pytest.mark.parametrize("wrap", ["1", "2", "3"])
 @world(3, by="process")
 def test_a_right_loop_is_what_it_is_however_the_model_is_divided(
     mesh: Mesh, tmp_path: Path, wrap: str

@@ -36,9 +36,8 @@ def tiny(data: Path, strategy: str = "bucketed", stage: int = 0, **changes: obje
     """The tiny recipe without dropout, which ranks that are threads cannot draw."""
     config = text_config.tiny()
     layout = ParallelConfig(strategy=strategy, shard_stage=stage)  # type: ignore[arg-type]
-    ranks = 2 if strategy == "threads" else 0
     model = replace(config.model, dropout=0.0)
-    config = replace(config, model=model, data=data, steps=STEPS, ranks=ranks, parallel=layout)
+    config = replace(config, model=model, data=data, steps=STEPS, parallel=layout)
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
@@ -130,7 +129,7 @@ class TextTraining:
             instep.clip_grad_norm_(self.module.parameters(), config.optim.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config.optim, self.training.steps_done, config.steps)
-        (self.model if config.parallel.strategy == "server" else self.optimizer).step()
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
 

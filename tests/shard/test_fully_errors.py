@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from instep.errors import Desync
 from instep.mesh.mesh import Mesh
-from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import FullySharded, full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, numbers, world_of_one
-from tests.replicate.nets import Tied
 from tests.shard.trained import WIDTH, Wide, assert_same, wide_step
 from tests.world import world
 
@@ -92,32 +87,6 @@ def test_what_moves_the_parameters_after_sharding_is_an_error(mesh: Mesh, stage:
 
 
 @world(2)
-@STAGES
-def test_a_module_is_sharded_or_wrapped_once(mesh: Mesh, stage: int) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Wide()
-            self.outer = nn.Linear(2, 2)
-
-    module = filled(Two())
-    inner = fully_shard(module.inner, mesh, stage)
-    with pytest.raises(ValueError, match="sharded already"):
-        fully_shard(inner, mesh, stage)
-    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded by fully_shard already"):
-        fully_shard(module, mesh, stage)
-    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded by fully_shard"):
-        DataParallel(module, process_group=mesh)
-    inner.close()
-    module = filled(Wide())
-    wrapped = DataParallel(module, process_group=mesh)
-    with pytest.raises(ValueError, match="belongs to a DataParallel"):
-        fully_shard(module, mesh, stage)
-    wrapped.close()
-    fully_shard(module, mesh, stage).close()
-
-
-@world(2)
 def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="stage=1: expected 2"):
         fully_shard(Wide(), mesh, 1)
@@ -133,25 +102,6 @@ def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
         fully_shard(Wide().to("meta"), mesh, 2)
 
 
-@world(2)
-@STAGES
-def test_ranks_with_different_modules_or_options_all_raise(mesh: Mesh, stage: int) -> None:
-    with pytest.raises(ValueError, match="the ranks differ in models: parameter 'weight', shape"):
-        fully_shard(nn.Linear(2, 2 + mesh.rank), mesh, stage)
-    with pytest.raises(
-        ValueError, match="the ranks differ in options: seed=0 on rank 0, but seed=1 on rank 1"
-    ):
-        fully_shard(nn.Linear(2, 2), mesh, stage, seed=mesh.rank)
-    module = filled(nn.Linear(2, 2))
-    with torch.no_grad():
-        module.bias.add_(mesh.rank)
-    with pytest.raises(ValueError, match="has other values on rank 1 than on 0"):
-        fully_shard(module, mesh, stage, init_sync="verify")
-    one = nn.Embedding(4, 2, sparse=mesh.rank == 1)
-    with pytest.raises(ValueError, match="sparse=False"):
-        fully_shard(one, mesh, stage)
-
-
 class Named(nn.Module):
     """Has a name of its own that a sharded module needs."""
 
@@ -159,105 +109,6 @@ class Named(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.group = "mine"
-
-
-# What rank 1 alone shards, how, and what it says of it.
-REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
-    "writes to a weight": (lambda: nn.Embedding(4, 2, max_norm=1.0), {}, r"'' has max_norm=1\.0"),
-    "a name": (Named, {}, "the module has an attribute 'group' of its own"),
-    "stage": (Wide, {"stage": 1}, "stage=1: expected 2"),
-    "values": (Wide, {"init_sync": 0}, "init_sync=0: expected True or 'verify'"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSALS)
-@world(3)
-def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> None:
-    make, options, message = REFUSALS[kind]
-    module = make() if mesh.rank == 1 else Wide()
-    with pytest.raises(ValueError, match=f"^{message}" if mesh.rank == 1 else f"^rank 1: {message}"):
-        fully_shard(module, mesh, **(options if mesh.rank == 1 else {}))
-    model = fully_shard(filled(Wide()), mesh)  # all can go on
-    backwards(model)
-    model.close()
-
-
-@world(2)
-@STAGES
-def test_rank_0s_values_are_everybodys_buffers_and_frozen_parameters_too(mesh: Mesh, stage: int) -> None:
-    module = filled(Tied())
-    module.register_buffer("counts", torch.arange(3.0))
-    expected = {name: x.clone() for name, x in module.state_dict().items()}
-    with torch.no_grad():
-        for x in [*module.parameters(), module.counts]:
-            x.add_(mesh.rank)
-    model = fully_shard(module, mesh, stage)
-    assert_same(full_state_dict(model), expected, "state")
-    model.close()
-
-
-def leave_at(mesh: Mesh, model: nn.Module, when: Callable[[int, bool], bool]) -> None:
-    """Rank 1 leaves the loop in its micro-batch where ``when(count, after backward)`` says so."""
-    for count, micro_batch in enumerate(model.micro_batches(7)):  # type: ignore[operator]
-        if mesh.rank == 1 and when(count, False):
-            return
-        wide_step(model, micro_batch, 0)
-        if mesh.rank == 1 and when(count, True):
-            return
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@STAGES
-def test_leaving_the_loop_makes_the_others_raise_and_all_can_go_on(backend: str, stage: int) -> None:
-    @world(3, backend=backend)
-    def body(mesh: Mesh) -> None:
-        reference = fully_shard(filled(Wide()), mesh, stage)
-        optimizer = ShardedOptimizer(reference.parameters(), SGD, mesh, **LOOP)
-        declared(reference, optimizer)
-        expected = full_state_dict(reference)
-        reference.close()
-        model = fully_shard(filled(Wide()), mesh, stage)
-        optimizer = ShardedOptimizer(model.parameters(), SGD, mesh, **LOOP)
-        for count in (0, 1):
-            for after in (False, True):
-                if mesh.rank == 1:
-                    leave_at(mesh, model, lambda c, a, want=(count, after): (c, a) == want)  # type: ignore[misc]
-                else:
-                    with pytest.raises(Desync, match="rank 1 left step 0 before its gradients were complete"):
-                        leave_at(mesh, model, lambda c, a: False)
-                assert all(p.grad is None for p in model.parameters())
-                with pytest.raises(RuntimeError, match="after a step that was given up"):
-                    optimizer.step()
-        declared(model, optimizer)
-        assert_same(full_state_dict(model), expected, "weights")
-        model.close()
-
-    body()
-
-
-@world(2)
-@STAGES
-def test_ranks_that_are_out_of_step_all_raise(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(Wide()), mesh, stage)
-    with pytest.raises(Desync, match=r"expects (2|3) micro-batches in the step"):
-        backwards(model, 2 + mesh.rank)
-    undeclared_on_one = functools.partial(plain, mesh) if mesh.rank == 0 else backwards
-    with pytest.raises(Desync, match="is in a declared step"):
-        undeclared_on_one(model)
-    model.close()
-
-
-@world(2)
-@STAGES
-def test_a_gradient_that_was_never_exchanged_is_not_stepped_with(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(Wide()), mesh, stage)
-    optimizer = ShardedOptimizer(model.parameters(), SGD, mesh, **LOOP)
-    with model.no_sync():
-        plain(mesh, model)
-    with pytest.raises(RuntimeError, match="never exchanged with the other ranks"):
-        optimizer.step()
-    optimizer.close()
-    model.close()
 
 
 @STAGES

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 from instep.errors import Desync
@@ -20,35 +21,13 @@ from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.round_plan import deal, plan_rounds
 from instep.shard.shard_groups import shard_group_of
+from tests.kinds import Program, assert_same_state, replicated_alone
 from tests.parity import filled, numbers, world_of_one
-from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated
-from tests.shard.trained import (
-    Run,
-    TiedWide,
-    Wide,
-    WideImages,
-    assert_bits_of_one,
-    assert_same,
-    images_step,
-    matrices_and_vectors,
-    plain,
-    tokens_step,
-    train_fully,
-    wide_step,
-)
+from tests.shard.trained import Wide, assert_same, wide_step
+from tests.step.test_every_kind_parity import LOOP, PROGRAMS
 from tests.world import raw_groups, world
 
 STAGES = pytest.mark.parametrize("stage", [2, 3])
-
-RUNS = {
-    "clipped, scheduled, two groups": Run(
-        Wide, wide_step, groups=matrices_and_vectors, clip=0.1, scheduled=True, num_leaves=8
-    ),
-    "uneven": Run(Wide, wide_step, num_leaves=21, num_steps=2),
-    "fewer micro-batches than shard groups": Run(Wide, wide_step, SGD, LOOP, num_leaves=1),
-    "tied and frozen": Run(TiedWide, tokens_step, groups=matrices_and_vectors, num_leaves=7),
-    "channels last": Run(WideImages, images_step, num_leaves=3, num_steps=2),
-}
 
 
 def test_shard_groups_that_share_memory_and_replicate_groups_that_send_give_the_bits_of_one() -> None:
@@ -64,8 +43,8 @@ def test_shard_groups_that_share_memory_and_replicate_groups_that_send_give_the_
 
         mixed = build(store, mesh.rank, 4, dp=2, shard=2, timeout_s=mesh.timeout_s, make_group=make)
         assert [mixed.along[name].group.backend for name in ("shard", "dp")] == ["shm", "gloo"]
-        for run in RUNS.values():
-            assert_bits_of_one(mixed, run, stage=3)
+        for each in PROGRAMS.values():
+            assert_same_state(replace(each, kind="stage 3").trained(mixed), replicated_alone(each))
         mixed.close()
 
     body()
@@ -76,44 +55,8 @@ def test_what_another_axis_divides_does_not_mix(mesh: Mesh) -> None:
     pp = mesh.coordinates["pp"]
     group = mesh.data.duplicate()
     assert group.all_gather_bytes(bytes([mesh.rank]), "the test") == [bytes([4 * pp + i]) for i in range(4)]
-    assert_bits_of_one(mesh, RUNS["uneven" if pp else "tied and frozen"], stage=2)
-
-
-@world(4, dp=2, shard=2)
-def test_computing_in_bfloat16_has_the_bits_of_one_rank(mesh: Mesh) -> None:
-    run = Run(Wide, bfloat16_step, num_leaves=6)
-    ours = train_fully(run, mesh, stage=3, compute_dtype=torch.bfloat16)
-    alone = train_fully(run, world_of_one(), stage=3, compute_dtype=torch.bfloat16)
-    assert_same(ours.module, alone.module, "weights")
-
-
-def bfloat16_step(model: nn.Module, micro_batch: object, step: int) -> None:
-    x = numbers(4, 72, key=f"step {step} leaf {micro_batch.index}").bfloat16()  # type: ignore[attr-defined]
-    model(x).float().square().mean().backward()
-
-
-def test_the_plain_loop_gives_the_bits_of_data_parallel_over_all_ranks() -> None:
-    expected: dict[str, dict[str, Tensor]] = {}
-
-    @world(4)
-    def replicas(mesh: Mesh) -> None:
-        for name, script in SCRIPTS.items():
-            found = {key: x.clone() for key, x in replicated(mesh, Wide, script).items()}
-            if mesh.rank == 0:
-                expected[name] = found
-
-    @world(4, backend="shm", dp=2, shard=2)
-    def body(mesh: Mesh) -> None:
-        for name, script in SCRIPTS.items():
-            model = fully_shard(filled(Wide()), mesh, 2)
-            optimizer = ShardedOptimizer(model.parameters(), SGD, shard_group_of(mesh), **LOOP)
-            script(model, optimizer, mesh.rank)
-            assert_same(full_state_dict(model), expected[name], name)
-            optimizer.close()
-            model.close()
-
-    replicas()
-    body()
+    each = PROGRAMS["uneven" if pp else "tied and frozen"]
+    assert_same_state(replace(each, kind="stage 2").trained(mesh), replicated_alone(each))
 
 
 @world(4, dp=2, shard=2)
@@ -147,17 +90,6 @@ def test_values_and_buffers_are_those_of_the_first_rank_of_all(mesh: Mesh, stage
     model.close()
 
 
-@world(4, dp=2, shard=2)
-def test_what_is_made_on_the_meta_device_has_the_same_values_in_every_shard_group(mesh: Mesh) -> None:
-    with torch.device("meta"):
-        module = Wide()
-    model = fully_shard(module, mesh, 3)
-    model.materialise(lambda name, x: x.fill_(len(name) + mesh.coordinates["dp"]))
-    expected = {name: torch.full_like(x, len(name)) for name, x in Wide().state_dict().items()}
-    assert_same(full_state_dict(model), expected, "those of the first shard group")
-    model.close()
-
-
 def backwards(model: nn.Module, num_leaves: int) -> None:
     step = model.sharding.next_step
     for micro_batch in model.micro_batches(num_leaves):  # type: ignore[operator]
@@ -188,8 +120,8 @@ def test_a_rank_that_leaves_the_loop_is_named_in_both_shard_groups_and_all_can_g
                 backwards(model, 8)
         assert all(p.grad is None for p in model.parameters())
         train(model, optimizer, 1)
-        one = plain(Run(Wide, wide_step, SGD, LOOP, num_steps=1))
-        assert_same(full_state_dict(model), one.module, "weights")
+        one = Program("replicated", Wide, leaf_step=wide_step, optimizer=SGD, options=LOOP, num_steps=1)
+        assert_same(full_state_dict(model), one.trained(world_of_one()).weights, "weights")
         model.close()
 
     body()

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from instep.shard.flat_parameters import WholeParameters
 from instep.shard.fully import fully_shard
 from instep.shard.layout import cut
 from instep.shard.optimizer import ShardedOptimizer
+from tests.kinds import assert_same_state, replicated_alone
 from tests.parity import filled, numbers, world_of_one
 from tests.shard.given import parameters, set_gradients, steps
 from tests.shard.test_bad_use import LOOP, expected, undeclared
-from tests.shard.test_parity import RUNS
-from tests.shard.trained import WIDTH, Wide, assert_bits_of_plain, assert_same
+from tests.shard.trained import WIDTH, Wide, assert_same
+from tests.step.test_every_kind_parity import PROGRAMS
 from tests.world import world
 
 MB = 1 << 20
@@ -56,8 +58,9 @@ def meet(mesh: Mesh) -> None:
 
 
 def test_one_rank_is_the_plain_optimizer() -> None:
-    for run in RUNS.values():
-        assert_bits_of_plain(world_of_one(), run, one_copy=True)
+    for each in PROGRAMS.values():
+        one_copy = replace(each, kind="stage 1", options={**each.options, "one_copy": True})
+        assert_same_state(one_copy.trained(world_of_one()), replicated_alone(each))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

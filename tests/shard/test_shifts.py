@@ -15,7 +15,6 @@ from torch.optim import SGD
 from instep.mesh.mesh import Mesh
 from instep.reduce.tree import rank_major
 from instep.replicate.gradient_hashes import GradientHashes, observe_reduction
-from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.round_plan import deal, plan_rounds
@@ -35,18 +34,15 @@ def trained(mesh: Mesh, wrap: str, num_leaves: int, shift: int) -> tuple[dict[st
     module: Any = net()
     optimizer = SGD(module.parameters(), lr=0.05, momentum=0.9)
     model: Any
-    if wrap == "server":
-        model = ParameterServer(module, optimizer, mesh)
-    else:
-        model = fully_shard(module, mesh, int(wrap)) if wrap in "23" else DataParallel(module, mesh)
+    model = fully_shard(module, mesh, int(wrap)) if wrap in "23" else DataParallel(module, mesh)
     reduction = model.sharding.reducer if wrap in "23" else model._reducer
     reduction.shift = shift
     for step in range(2):
         with observe_reduction(reduction) as seen:
             for micro_batch in model.micro_batches(num_leaves):
                 x = numbers(3, 4, key=f"{step} {micro_batch.index}")
-                (module if wrap == "server" else model)(x).square().mean().backward()
-        (model if wrap == "server" else optimizer).step()
+                model(x).square().mean().backward()
+        optimizer.step()
         optimizer.zero_grad()
     weights = full_state_dict(model) if wrap in "23" else dict(module.state_dict())
     model.close()
@@ -84,7 +80,7 @@ def assert_bits_of_one_at_each_shift(mesh: Mesh, wrap: str, num_leaves: int) -> 
     assert all(sorted(ranks) == list(range(mesh.world_size)) for ranks in opinions.values())
 
 
-@pytest.mark.parametrize(("wrap", "num_leaves"), [("0", 2), ("2", 5), ("3", 2), ("server", 5)])
+@pytest.mark.parametrize(("wrap", "num_leaves"), [("0", 2), ("2", 5), ("3", 2)])
 @world(3)
 def test_every_rank_in_turn_computes_each_micro_batch_with_the_bits_of_one(
     mesh: Mesh, wrap: str, num_leaves: int

@@ -20,7 +20,6 @@ from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.state import homes
 from tests.parity import filled, numbers
-from tests.shard.test_fully_plain import LOOP, SCRIPTS, replicated
 from tests.shard.trained import WIDTH, Wide, assert_same, copied
 from tests.world import world
 
@@ -169,15 +168,6 @@ def test_what_cannot_step_slices_is_refused_by_name(num_ranks: int, stage: int) 
             assert len(all_of(optimizer)) == 6
 
     body()
-
-
-@world(3)
-@STAGES
-def test_plain_loops_have_the_bits_of_data_parallel(mesh: Mesh, stage: int) -> None:
-    for name, script in SCRIPTS.items():
-        with sharded(mesh, stage) as model:
-            script(model, SGD(model.parameters(), **LOOP), mesh.rank)  # type: ignore[arg-type]
-            assert_same(full_state_dict(model), replicated(mesh, Wide, script), name)
 
 
 @world(2)

@@ -1,92 +1,17 @@
-"""Training with a sharded optimizer or module, and with plain ones on one rank, to be compared bit by bit."""
+"""Models of several blocks of 4096 elements, as sharding cuts them, and states compared bit by bit."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
 
-from instep.mesh.mesh import Mesh
-from instep.reduce.norm import clip_grad_norm_
-from instep.replicate.wrapper import DataParallel
-from instep.shard.fully import full_state_dict, fully_shard
-from instep.shard.optimizer import ShardedOptimizer
-from instep.shard.shard_groups import shard_group_of
 from instep.step.micro_batches import MicroBatch
-from tests.parity import LeafStep, bits, filled, numbers, world_of_one
+from tests.parity import bits, numbers
 
 FUSED = {"lr": 0.02, "fused": True}
-Groups = Callable[[nn.Module], Iterable[Any]]
-
-
-def all_in_one(module: nn.Module) -> Iterable[Any]:
-    return module.parameters()
-
-
-def matrices_and_vectors(module: nn.Module) -> Iterable[Any]:
-    """Two groups, with other options each, as most people make them."""
-    parameters = [*module.parameters()]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 0.01},
-    ]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is trained and how: all that the bits may depend on."""
-
-    module: Callable[[], nn.Module]
-    leaf_step: LeafStep
-    kind: type[Optimizer] = AdamW
-    options: dict[str, Any] = field(default_factory=lambda: FUSED)
-    groups: Groups = all_in_one
-    clip: float | None = None
-    scheduled: bool = False
-    num_leaves: int = 5
-    num_steps: int = 2  # the second goes by what the first planned, with moments
-
-
-@dataclass(frozen=True)
-class Result:
-    """The weights and buffers, and the whole state of the optimizer."""
-
-    module: dict[str, Tensor]
-    optimizer: dict[str, Any]
-
-
-def train(run: Run, mesh: Mesh, *, sharded: bool = True, one_copy: bool = False) -> Result:
-    """The declared steps of ``run`` on the ranks of ``mesh``."""
-    module = filled(run.module())
-    model = DataParallel(module, process_group=mesh, find_unused_parameters=True)
-    optimizer = (
-        ShardedOptimizer(run.groups(module), run.kind, mesh, one_copy=one_copy, **run.options)
-        if sharded
-        else run.kind(run.groups(module), **run.options)
-    )
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if run.scheduled else None
-    for step in range(run.num_steps):
-        for micro_batch in model.micro_batches(run.num_leaves):
-            run.leaf_step(model, micro_batch, step)
-        if run.clip is not None:
-            clip_grad_norm_(module.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    result = Result(
-        {name: x.clone() for name, x in module.state_dict().items()}, copied(optimizer.state_dict())
-    )
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.close()
-    model.close()
-    return result
 
 
 def copied(value: Any) -> Any:
@@ -96,25 +21,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(x) for key, x in value.items()}
     return [copied(x) for x in value] if isinstance(value, list) else value
-
-
-_references: dict[int, tuple[Run, Result]] = {}
-_lock = threading.Lock()
-
-
-def plain(run: Run) -> Result:
-    """``run`` with the plain optimizer on one rank, once for all who ask in this process."""
-    with _lock:
-        if id(run) not in _references:
-            _references[id(run)] = run, train(run, world_of_one(), sharded=False)
-        return _references[id(run)][1]
-
-
-def assert_bits_of_plain(mesh: Mesh, run: Run, *, one_copy: bool = False) -> None:
-    """Weights, moments and options on this rank are those of the plain optimizer on one rank."""
-    ours, expected = train(run, mesh, one_copy=one_copy), plain(run)
-    assert_same(ours.module, expected.module, "module")
-    assert_same(ours.optimizer, expected.optimizer, "optimizer")
 
 
 def assert_same(ours: Any, expected: Any, where: str) -> None:
@@ -205,30 +111,3 @@ def low(model: nn.Module, batch: Tensor) -> Tensor:
 
 def images_step(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
     model(numbers(2, 3, 7, 7, key=f"images {step} {micro_batch.index}")).square().mean().backward()
-
-
-def train_fully(run: Run, mesh: Mesh, **options: Any) -> Result:
-    """The declared steps of ``run`` on the ranks of ``mesh``, with ``options`` for ``fully_shard``."""
-    model = fully_shard(filled(run.module()), mesh, find_unused_parameters=True, **options)
-    optimizer = ShardedOptimizer(run.groups(model), run.kind, shard_group_of(mesh), **run.options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if run.scheduled else None
-    for step in range(run.num_steps):
-        for micro_batch in model.micro_batches(run.num_leaves):
-            run.leaf_step(model, micro_batch, step)
-        if run.clip is not None:
-            clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    result = Result(full_state_dict(model), copied(optimizer.state_dict()))
-    optimizer.close()
-    model.close()
-    return result
-
-
-def assert_bits_of_one(mesh: Mesh, run: Run, **options: Any) -> None:
-    """Weights and moments on every rank are those of one process that shards nothing."""
-    ours, expected = train_fully(run, mesh, **options), plain(run)
-    assert_same(ours.module, expected.module, "module")
-    assert_same(ours.optimizer, expected.optimizer, "optimizer")

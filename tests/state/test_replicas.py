@@ -9,7 +9,6 @@ from instep.elastic.faults import flip_bit
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.reduce.norm import clip_grad_norm_
-from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.rng.keys import initialize
 from instep.state.replicas import Odd, compare_replicas, listed, odd_one_out, ranks_listed
@@ -113,22 +112,6 @@ def test_ranks_that_are_not_at_the_same_step_differ_in_that(mesh: Mesh) -> None:
     with pytest.raises(ReplicasDiffer) as caught:
         compare(trained)
     assert caught.value.parameters == ("the step",)
-
-
-@world(2)
-def test_the_weights_of_a_server_s_workers_are_compared_without_its_moments(mesh: Mesh) -> None:
-    module = gpt()
-    server = ParameterServer(module, fused(module.parameters()), mesh)
-    for leaf in server.micro_batches(4):
-        text(module, leaf, 0)
-    server.step()
-    held = TrainingState(server, server.optimizer).hashed()
-    compare_replicas(held, 1, mesh.world.group)
-    if mesh.rank == 1:
-        flip_bit(module.get_parameter(DOWN))
-    with pytest.raises(ReplicasDiffer):
-        compare_replicas(held, 1, mesh.world.group)
-    server.close()
 
 
 def said(*values: str) -> dict[str, str]:

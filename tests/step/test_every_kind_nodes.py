@@ -35,7 +35,6 @@ from tests.shard.trained import WideImages, assert_same
 from tests.world import world
 
 FORMAT = pytest.mark.parametrize("nodes", FORMATS, ids=str)
-NUM_STEPS = 2
 
 
 class Turned(nn.Module):
@@ -73,22 +72,18 @@ def program(kind: str, nodes: NodeFormat, **wrap: Any) -> Program:
     momentum = {"lr": 0.02, "momentum": 0.9, "fused": False, "foreach": False}
     loops = {} if kind == "pipeline" else {"find_unused_parameters": True}
     return Program(
-        kind, mixed, optimizer=torch.optim.SGD, options=momentum, wrap={**words(nodes), **loops, **wrap}
+        kind,
+        mixed,
+        optimizer=torch.optim.SGD,
+        options=momentum,
+        clip=0.1,
+        wrap={**words(nodes), **loops, **wrap},
     )
-
-
-def trained(mesh: Mesh, one: Program) -> State:
-    model, optimizer = one.make(filled(mixed()), mesh)
-    for number in range(NUM_STEPS):
-        one.step(model, optimizer, number, clip=0.1)
-    found = state_of(model, optimizer)
-    close(optimizer, model)
-    return found
 
 
 @once_each
 def alone(nodes: NodeFormat) -> State:
-    return trained(world_of_one(), program("replicated", nodes))
+    return program("replicated", nodes).trained(world_of_one())
 
 
 def by_definition(nodes: NodeFormat, one: Program) -> list[Tensor]:
@@ -149,13 +144,13 @@ def test_every_format_and_rounding_has_bits_of_its_own() -> None:
 def test_two_ranks_give_the_bits_of_one(mesh: Mesh, kind: str, nodes: NodeFormat) -> None:
     if kind == "pipeline" and nodes.rounding == "stochastic":
         pytest.skip("refused, see REFUSALS")
-    assert_same_state(trained(mesh, program(kind, nodes)), alone(nodes))
+    assert_same_state(program(kind, nodes).trained(mesh), alone(nodes))
 
 
 @FORMAT
 @on_every_kind(4, STAGES, dp=2, shard=2)
 def test_shard_groups_give_the_bits_of_one(mesh: Mesh, kind: str, nodes: NodeFormat) -> None:
-    assert_same_state(trained(mesh, program(kind, nodes)), alone(nodes))
+    assert_same_state(program(kind, nodes).trained(mesh), alone(nodes))
 
 
 WAYS = (("bucketed", 1e-4), ("bucketed", 0.03), ("flat", 25), ("naive", 1))
@@ -166,7 +161,7 @@ WAYS = (("bucketed", 1e-4), ("bucketed", 0.03), ("flat", 25), ("naive", 1))
 def test_every_strategy_and_bucket_size_gives_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
     for strategy, cap in WAYS:
         one = program("replicated", nodes, strategy=strategy, bucket_cap_mb=cap)
-        assert_same_state(trained(mesh, one), alone(nodes))
+        assert_same_state(one.trained(mesh), alone(nodes))
 
 
 @world(2)
@@ -177,7 +172,7 @@ def test_values_that_are_rounded_only_where_they_travel_are_others(mesh: Mesh) -
     model, optimizer = one.make(filled(mixed()), mesh)
     for bucket in model._reducer.buckets:
         bucket.counter._nodes = BucketNodes(bucket.slice_length, 2, bucket.dtype)
-    for number in range(NUM_STEPS):
+    for number in range(one.num_steps):
         one.step(model, optimizer, number)
     found = state_of(model, optimizer)
     close(model)

@@ -216,7 +216,7 @@ def test_one_giant_bucket_is_cut_so_that_it_hides() -> None:
     assert "105 MB/s" not in first.text and "100 MB/s (0.8 Gbit/s)" in first.text
 
 
-@pytest.mark.parametrize("strategy", ["server", "threads", "fully_shard"])
+@pytest.mark.parametrize("strategy", ["server", "fully_shard"])
 def test_a_size_of_buckets_is_advised_to_nobody_who_has_none(strategy: str) -> None:
     whole = LATENCY_S + S_PER_BYTE * 32 * MB
     ranks = [rank(r, exposed=whole) for r in range(2)]
@@ -422,17 +422,6 @@ def test_what_changes_the_training_comes_last() -> None:
     ranks = [rank(r, compute=0.5, exposed=0.45, data=0.05) for r in range(2)]
     found = ask(ranks, buckets([100 * MB], late=True), replace(HOST, strategy="flat", cores=2))
     assert [advice.cause for advice in found] == ["loader", "accumulate"]
-
-
-def test_a_server_s_link_carries_everybody_s_gradients() -> None:
-    ranks = [rank(0), *(rank(r, waiting=0.9) for r in range(1, 4))]
-    setting = replace(LINK, strategy="server", world_size=4, hosts=4)
-    (only,) = ask(ranks, setting=setting)
-    assert (only.cause, only.try_) == ("strategy", "--parallel.strategy bucketed")
-    assert only.gain_ms == pytest.approx(675)
-    assert ask(ranks, setting=replace(setting, hosts=1, ranks_per_host=4)) == []
-    slow = SlowRank(0, "its own compute", 0, 0.5, 0.5, 50, 0.5)
-    assert [advice.cause for advice in ask(ranks, setting=setting, slow=slow)] == ["slow rank"]
 
 
 def test_a_world_of_one_exchanges_with_nobody() -> None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -15,14 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 from instep.cli.exit_codes import DONE
 from instep.cli.report import main
 from instep.mesh.mesh import Mesh
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.timeline.profile_tables import NamedTimes, kernel_times, operator_times
 from instep.timeline.profiler import read_profile, read_records
 from tests.parity import filled
 from tests.replicate.nets import Dense
-from tests.replicate.replicas import samples, square
+from tests.replicate.replicas import square
 from tests.timeline.test_profiler import CPU, GPU, told, write
 from tests.world import world
 
@@ -152,19 +150,3 @@ def test_exchanges_over_gloo_are_communication_or_the_profile_is_refused(mesh: M
 @world(2, by="process", backend="shm")
 def test_so_they_are_over_shared_memory(mesh: Mesh, tmp_path: Path) -> None:
     check_of_wrappers(mesh, tmp_path)
-
-
-# torch 2.10 warns of any profile without a schedule.
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_replicas_in_threads_are_computation_or_the_profile_is_refused(tmp_path: Path) -> None:
-    replicas = ThreadedReplicas(filled(Dense()), 2)
-
-    def train() -> None:
-        replicas(samples(0)).square().mean().backward()
-
-    train()
-    figures = read_profile(profiled(tmp_path / "all.json", train, all_threads=True))[1].total
-    assert figures.kernels > 0 and figures.communication == 0
-    with pytest.raises(ValueError, match=REFUSAL):
-        read_profile(profiled(tmp_path / "one.json", train, all_threads=False))
-    replicas.close()

@@ -214,7 +214,8 @@ def test_workers_of_a_parameter_server_wait_for_it_by_name(mesh: Mesh, tmp_path:
     server = ParameterServer(module, optimizer if mesh.rank == 0 else None, process_group=mesh)
     with instep.trace(server, tmp_path) as trace:
         for x in trace.data(numbers(3, 6, key=str(step)) for step in range(STEPS)):
-            server.backward_and_step(module(x).sum())
+            server(x).sum().backward()
+            server.step()
     rows = trace.analysis().rows[mesh.rank]
     assert [row.step for row in rows] == [*range(STEPS)]
     head, _ = read_head(path_of(tmp_path / FOLDER, mesh.rank)) or ({}, [])

@@ -1,0 +1,209 @@
+"""Every kind of run through the command, killed, resized and resumed: the run that nothing disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from instep.checkpoint.load import newest, verify
+from instep.elastic.faults import parse_all
+from instep.run.folder import CHECKPOINTS
+from tests.launched.command import assert_same_run, events, faults, hashes_of, summary, train
+from tests.launched.conftest import STEPS
+
+SLOW = pytest.mark.slow
+STAGE, ROWS, ONE_COPY = "--parallel.shard-stage", "--parallel.shard-ranks", "--parallel.one-copy"
+PP, SCHEDULE, CUTS = "--parallel.pp", "--parallel.schedule", "--parallel.cuts"
+STOPPED = 75
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One command: its flags, the faults in it, its exit code, and what it prints."""
+
+    flags: str
+    faults: str = ""
+    code: int = 0
+    says: tuple[str, ...] = ()
+
+
+OFTEN = "-n 2 --checkpoint.every 2 --ledger.every 1"
+KILLS = """
+kill:rank=1,step=2,phase=exchange kill:rank=1,step=3,phase=backward kill:rank=0,step=4,phase=update
+kill:rank=1,step=5,phase=hash kill:rank=0,step=6,phase=snapshot
+"""
+# Before the first step; in the third micro-batch's forward; between two, where messages are sent; in the
+# weights' part of the second one's backward; at the end of the step; while the ranks recover from that one.
+PIPELINE_KILLS = """
+kill:rank=0,step=-1,phase=agree kill:rank=1,step=1,phase=forward,entry=3
+kill:rank=0,step=2,phase=script,entry=8 kill:rank=1,step=3,phase=backward,entry=4
+kill:rank=0,step=4,phase=exchange,entry=4 kill:rank=1,step=4,phase=join
+"""
+MIXED = """
+kill:rank=1,step=2,phase=exchange kill:rank=0,step=4,phase=update
+raise:rank=1,step=5,phase=backward kill:rank=0,step=6,phase=save
+"""
+ALL_BUT_ONE = "kill:rank=0,step=5,phase=exchange kill:rank=2,step=5,phase=exchange"
+ROW_FAULTS = "kill:rank=3,step=2,phase=exchange resize:ranks=3,step=4"
+CUT = f"{PP} 2 {SCHEDULE} zb-v {CUTS} cost -n 2 --stop-after 4"
+CUT_OTHERWISE = f"{PP} 2 {SCHEDULE} 1f1b {CUTS} 1 {STAGE} 1 -n 4 --resume"
+PIPES = ("strategy bucketed, pipelines of 2 ranks (zb-v); ", " x 1 pipeline of 2 ranks\n")
+OTHER_PIPES = ("strategy bucketed, stage 1 of sharding, pipelines of 2 ranks (1f1b); ",)
+IN_ROWS = (
+    "stage 3 of sharding in shard groups of 2 ranks; ",
+    "3 ranks cannot be cut into shard groups of 2: ",
+)
+BACKEND = "--parallel.backend"
+# The legs, and how often ranks were started again, where that is certain.
+RUNS: dict[str, tuple[list[Leg], int | None]] = {
+    "three ranks": ([Leg("-n 3")], 0),
+    "four faults": ([Leg("-n 2 --checkpoint.every 2", MIXED)], None),
+    "stage 3": ([Leg(f"{STAGE} 3 -n 3 {BACKEND} shm", says=("stage 3 of sharding; ",))], 0),
+    "stage 3, killed": ([Leg(f"{STAGE} 3 {OFTEN}", KILLS)], 5),
+    "stage 1, killed in the first copy": ([Leg(f"{STAGE} 1 -n 3", "kill:rank=2,step=1,phase=snapshot")], 1),
+    "stage 1, all but one killed": ([Leg(f"{STAGE} 1 -n 3", ALL_BUT_ONE)], None),
+    "stage 1, killed while all save": ([Leg(f"{STAGE} 1 {OFTEN}", "kill:rank=1,step=4,phase=save")], 1),
+    "stage 1, resized": ([Leg(f"{STAGE} 1 -n 3", "resize:ranks=2,step=3")], None),
+    "pipeline, then cut otherwise": (
+        [
+            Leg(CUT, "kill:rank=1,step=2,phase=backward", STOPPED, PIPES),
+            Leg(CUT_OTHERWISE, "kill:rank=2,step=5,phase=update", says=OTHER_PIPES),
+        ],
+        3,
+    ),
+}
+SLOW_RUNS: dict[str, tuple[list[Leg], int | None]] = {
+    "stage 1 over gloo, killed": ([Leg(f"{STAGE} 1 {BACKEND} gloo {OFTEN}", KILLS)], 5),
+    "stage 2, one copy, killed": ([Leg(f"{STAGE} 2 {ONE_COPY} {OFTEN}", KILLS)], 5),
+    "stage 1, rank 0 killed in the first copy": (
+        [Leg(f"{STAGE} 1 -n 3", "kill:rank=0,step=1,phase=snapshot")],
+        1,
+    ),
+    "stage 1, rank 0 killed in a save": (
+        [Leg(f"{STAGE} 1 {OFTEN}", "kill:rank=0,step=4,phase=save")],
+        1,
+    ),
+    "shard groups": (
+        [
+            Leg(f"{STAGE} 3 {ROWS} 2 -n 4 --stop-after 6", ROW_FAULTS, STOPPED, IN_ROWS),
+            Leg(f"{STAGE} 2 {ROWS} 2 -n 4 {ONE_COPY} --resume"),
+        ],
+        3,
+    ),
+    "pipeline, killed everywhere": (
+        [Leg(f"{PP} 2 {SCHEDULE} zb-h1 {BACKEND} gloo -n 2", PIPELINE_KILLS)],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("legs", "restarts"),
+    [
+        *(pytest.param(*case, id=name) for name, case in RUNS.items()),
+        *(pytest.param(*case, id=name, marks=SLOW) for name, case in SLOW_RUNS.items()),
+    ],
+)
+def test_a_disturbed_run_is_the_run_that_nothing_disturbed(
+    legs: list[Leg], restarts: int | None, recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    for leg in legs:
+        flags = (*leg.flags.split(), *faults(*leg.faults.split()))
+        ended = train(*recipe, "--run-dir", "run", *flags, cwd=tmp_path)
+        assert ended.code == leg.code, ended.err
+        assert all(text in ended.err for text in leg.says), ended.err
+    assert_same_run(path, undisturbed)
+    assert restarts in (None, summary(path)["restarts"])
+    if "resize" not in legs[-1].faults:
+        assert f"-n {summary(path)['world_size']}" in legs[-1].flags
+    planned = sorted((x.rank, x.step, x.phase) for x in parse_all(legs[-1].faults.split()) if x.ranks == 0)
+    died = [(x["rank"], x["step"], x["phase"]) for x in events(path, "failure")]
+    assert sorted(died[len(died) - len(planned) :]) == planned
+    found = newest(path / CHECKPOINTS)
+    assert found is not None and found.manifest.step == STEPS
+    assert found.manifest.state_sha256 == summary(undisturbed)["state_sha256"]
+    for each in (path / CHECKPOINTS).iterdir():
+        assert not each.name.startswith(".")
+        verify(each)
+
+
+def test_a_stage_divides_the_moments(recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path) -> None:
+    ended = train(*recipe, STAGE, 1, "-n", 2, "--run-dir", "run", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    moments = sum(row["optimizer"] for row in summary(tmp_path / "run")["memory"]["ranks"])
+    alone = summary(undisturbed)["memory"]["ranks"][0]["optimizer"]
+    assert moments == pytest.approx(alone, rel=0.05)
+
+
+def test_a_fault_in_what_one_rank_holds_is_seen_in_the_hashes_of_all(
+    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    """The first weight is in the first rank's part, from which all get it."""
+    flags = (*recipe, STAGE, 1, "-n", 2, "--run-dir", "run")
+    ended = train(*flags, *faults("flip:rank=0,step=5,phase=update"), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    ours, theirs = hashes_of(tmp_path / "run"), hashes_of(undisturbed)
+    assert [ours[step] == theirs[step] for step in range(1, 6)] == [True] * 5
+    assert ours[STEPS][1] != theirs[STEPS][1]
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param([(1, "-n", 3), (3, "-n", 2), (2, "-n", 4, ONE_COPY), (3, "-n", 3)], marks=SLOW),
+        [(2, "-n", 3), (1, "-n", 2), (0, "-n", 1)],
+    ],
+)
+def test_resumed_again_and_again_with_the_state_divided_otherwise(
+    legs: list[tuple[object, ...]],
+    recipe: tuple[str, ...],
+    undisturbed: Path,
+    half_way: Callable[[], Path],
+    tmp_path: Path,
+) -> None:
+    """From a state that two ranks had whole."""
+    path = half_way()
+    for step, leg in enumerate(legs, start=STEPS // 2 + 1):
+        last = step - STEPS // 2 == len(legs)
+        # The settings are the run's own, until others are given.
+        flags = leg if ONE_COPY in leg else (*leg, "--parallel.no-one-copy")
+        stop = ("--stop-after", 0 if last else step)
+        ended = train(*recipe, "--run-dir", path, "--resume", STAGE, *flags, *stop, cwd=tmp_path)
+        assert ended.code == (0 if last else STOPPED), ended.err
+    assert_same_run(path, undisturbed)
+    found, made = summary(path), STEPS // 2 + 1 - len(legs)
+    assert found["first_step"] == STEPS - made
+    shown = f"steps  {STEPS}; the last {made} on {found['world_size']} rank(s), {found['strategy']}"
+    assert shown in ended.out
+    # No figure of the ranks and the stages before: neither their steps, nor that weights were gathered.
+    assert [row["steps"] for row in found["breakdown"]] == [made] * found["world_size"]
+    assert all((row["gathers_s"] > 0) is (legs[-1][0] == 3) for row in found["breakdown"])
+
+
+REFUSED: dict[str, tuple[object, ...]] = {
+    "parallel.one_copy with parallel.shard_stage 3": (STAGE, 3, ONE_COPY),
+    "parallel.one_copy with parallel.backend gloo": (STAGE, 2, ONE_COPY, "--parallel.backend", "gloo"),
+    "parallel.shard_stage 2 with parallel.strategy flat": (STAGE, 2, "--parallel.strategy", "flat"),
+    "parallel.pp 2 with parallel.shard_stage 3: the ranks of a stage have all of its weights": (
+        PP,
+        2,
+        STAGE,
+        3,
+    ),
+    "make 4 stages of a model that has 3 layers": (PP, 2, SCHEDULE, "zb-v", "--model.layers", 1),
+    "parallel.cuts 1,9: expected 1 of the layers 1 to 3, in order": (PP, 2, CUTS, "1,9"),
+    "parallel.cuts 'even': expected one of layers, cost, ": (PP, 2, CUTS, "even"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_kind_does_not_go_with_is_refused_before_anything_starts(
+    message: str, recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    ended = train(*recipe, *REFUSED[message], "-n", 2, "--run-dir", "run", cwd=tmp_path)
+    ended.assert_failed(2, message)
+    assert not (tmp_path / "run").exists()

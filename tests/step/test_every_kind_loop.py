@@ -1,0 +1,348 @@
+"""The plain loop: every kind does what data parallelism does, to the bit, and misuse raises on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import instep
+from instep.errors import Desync
+from instep.mesh.mesh import Mesh
+from instep.replicate.strategies import STRATEGIES
+from instep.state.homes import offered
+from tests.kinds import KINDS, LOOPS, STAGES, WIDTH, WRAPPERS, Program, close, net, on_every_kind
+from tests.parity import bits, filled, numbers
+from tests.replicate.nets import Twice
+from tests.shard.trained import assert_same
+
+LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
+
+
+def made(kind: str, mesh: Mesh, module: Callable[[], nn.Module] = net, **wrap: Any) -> tuple[Any, Optimizer]:
+    return KINDS[kind].make(filled(module()), mesh, SGD, wrap=wrap, **LOOP)
+
+
+def loss(model: nn.Module, key: str, rank: int) -> Tensor:
+    x = numbers(4, WIDTH, key=f"{key} on rank {rank}")
+    return model(x.to(next(model.parameters()).dtype)).square().mean()
+
+
+def clipped(model: Any, optimizer: Optimizer, rank: int) -> None:
+    for step in range(3):
+        loss(model, str(step), rank).backward()
+        instep.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several_backwards(model: Any, optimizer: Optimizer, rank: int) -> None:
+    for step in range(2):
+        for part in ("a", "b", "c"):
+            loss(model, f"{step}{part}", rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated(model: Any, optimizer: Optimizer, rank: int) -> None:
+    for step in range(2):
+        with model.no_sync():
+            loss(model, f"{step} first", rank).backward()
+            loss(model, f"{step} second", rank).backward()
+        loss(model, f"{step} third", rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated_alone(model: Any, optimizer: Optimizer, rank: int) -> None:
+    with model.no_sync():
+        loss(model, "first", rank).backward()
+    model.sync_gradients()
+    model.sync_gradients()
+    optimizer.step()
+
+
+def discarded(model: Any, optimizer: Optimizer, rank: int) -> None:
+    loss(model, "discarded", rank).backward()
+    optimizer.zero_grad()
+    loss(model, "used", rank).backward()
+    optimizer.step()
+    loss(model, "discarded later", rank).backward()
+    with model.no_sync():
+        loss(model, "discarded too", rank).backward()
+    optimizer.zero_grad()
+    loss(model, "used too", rank).backward()
+    optimizer.step()
+
+
+def looked_at(model: Any, optimizer: Optimizer, rank: int) -> None:
+    """``autograd.grad`` of an input between backward and step accumulates nothing, and takes nothing away."""
+    loss(model, "used", rank).backward()
+    x = numbers(4, WIDTH, key="looked at").requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    optimizer.step()
+
+
+SCRIPTS = (clipped, several_backwards, accumulated, accumulated_alone, discarded, looked_at)
+
+
+def weights(kind: str, mesh: Mesh, script: Any, module: Callable[[], nn.Module] = net) -> dict[str, Tensor]:
+    model, optimizer = made(kind, mesh, module)
+    script(model, optimizer, mesh.rank)
+    found = {name: x.clone() for name, x in instep.full_state_dict(model).items()}
+    close(optimizer, model)
+    return found
+
+
+@on_every_kind(3, LOOPS[1:])
+def test_the_plain_loop_gives_the_bits_of_data_parallel(mesh: Mesh, kind: str) -> None:
+    for script in SCRIPTS:
+        assert_same(weights(kind, mesh, script), weights("replicated", mesh, script), script.__name__)
+
+
+@on_every_kind(4, STAGES, dp=2, shard=2, backend="shm")
+def test_shard_groups_give_them_too(mesh: Mesh, kind: str) -> None:
+    for script in SCRIPTS:
+        assert_same(weights(kind, mesh, script), weights("replicated", mesh, script), script.__name__)
+
+
+def in_bfloat16() -> nn.Module:
+    return net().to(torch.bfloat16)
+
+
+@on_every_kind(3, LOOPS[1:])
+def test_gradients_in_bfloat16_add_and_are_clipped_in_bfloat16(mesh: Mesh, kind: str) -> None:
+    ours, expected = (weights(each, mesh, clipped, in_bfloat16) for each in (kind, "replicated"))
+    assert_same(ours, expected, "weights")
+
+
+@on_every_kind(3, WRAPPERS)
+def test_the_norm_has_the_bits_of_replicas_and_shows_what_is_not_finite(mesh: Mesh, kind: str) -> None:
+    whole, model = made("replicated", mesh)[0], made(kind, mesh)[0]
+    for each in (whole, model):
+        loss(each, "x", mesh.rank).backward()
+    for some in (slice(None), slice(1, 3)):
+        ours, expected = (
+            instep.clip_grad_norm_(list(each.parameters())[some], 1e9) for each in (model, whole)
+        )
+        assert torch.equal(bits(ours), bits(expected))
+    model.zero_grad()
+    (loss(model, "x", mesh.rank) * (float("inf") if mesh.rank == 1 else 1.0)).backward()
+    assert not instep.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+    with pytest.raises(RuntimeError, match="expected a finite number"):
+        instep.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    close(whole, model)
+
+
+def sometimes(model: nn.Module, rank: int) -> Tensor:
+    """Only rank 1 uses one of the layers, and no rank another."""
+    return model(numbers(4, 6, key=f"on rank {rank}"), rank == 1).square().mean()
+
+
+@on_every_kind(2, LOOPS)
+def test_what_no_rank_uses_keeps_its_weights_and_what_some_use_is_trained(mesh: Mesh, kind: str) -> None:
+    model, optimizer = KINDS[kind].make(
+        filled(Twice()), mesh, SGD, wrap={"find_unused_parameters": True}, lr=0.1, weight_decay=0.5
+    )
+    before = {name: x.clone() for name, x in instep.full_state_dict(model).items()}
+    for _ in range(2):
+        sometimes(model, mesh.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = instep.full_state_dict(model)
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if not name.startswith("never")}
+    close(optimizer, model)
+
+
+@on_every_kind(2, WRAPPERS, by="process")
+def test_unused_parameters_warn_once_on_rank_0_or_are_quiet_or_raise(mesh: Mesh, kind: str) -> None:
+    def backwards(times: int, **options: Any) -> list[str]:
+        model, _ = made(kind, mesh, Twice, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(times):
+                model.zero_grad()
+                sometimes(model, mesh.rank).backward()
+        close(model)
+        return [str(w.message) for w in caught if "no gradient came" in str(w.message)]
+
+    found = backwards(3)
+    assert len(found) == (mesh.rank == 0)
+    assert all("'sometimes.weight' on rank 0" in x and "'never.bias' on any rank" in x for x in found)
+    assert backwards(1, find_unused_parameters=True) == []
+    with pytest.raises(ValueError, match=r"'sometimes.weight' on rank 0.*find_unused_parameters=False"):
+        backwards(1, find_unused_parameters=False)
+
+
+# What breaks the agreement of the ranks is an error on all of them.
+
+
+@on_every_kind(2, LOOPS)
+def test_a_gradient_that_was_never_exchanged_is_not_stepped_with(mesh: Mesh, kind: str) -> None:
+    model, optimizer = made(kind, mesh)
+    with model.no_sync():
+        loss(model, "x", mesh.rank).backward()
+    with pytest.raises(RuntimeError, match="never exchanged"):
+        optimizer.step()
+    close(optimizer, model)
+
+
+def declared(model: Any, num_leaves: int = 5) -> None:
+    Program("", num_leaves=num_leaves).backward(model, 0)
+
+
+@on_every_kind(2, WRAPPERS)
+def test_ranks_that_are_out_of_step_all_raise(mesh: Mesh, kind: str) -> None:
+    model, _ = made(kind, mesh)
+    with pytest.raises(Desync, match=r"expects (2|3) micro-batches in the step"):
+        declared(model, 2 + mesh.rank)
+    undeclared_on_one = functools.partial(declared, model) if mesh.rank else loss(model, "x", 0).backward
+    with pytest.raises(Desync, match="is in a declared step"):
+        undeclared_on_one()
+    close(model)
+
+
+# What rank 1 alone does in the second step of a loop, and what all are told, within no deadline.
+ODD = {
+    "skips": r"rank 1 is in the exchange of gradients; rank 0: optimizer.step\(\)",
+    "repeats": r"rank 1 is in optimizer.step\(\); rank 0: the exchange of gradients",
+    "clips": r"rank 1 is in clip_grad_norm_; rank 0: optimizer.step\(\)",
+    "keeps": "rank 1 is in a barrier outside of a step .*; rank 0: the exchange of gradients",
+}
+
+
+def oddly(kind: str, mesh: Mesh, odd: str) -> None:
+    model, optimizer = made(kind, mesh)
+    for step in range(3):
+        alone = mesh.rank == step == 1
+        loss(model, str(step), mesh.rank).backward()
+        if alone and odd == "clips":
+            instep.clip_grad_norm_(model.parameters(), 1.0)
+        for _ in range(1 if not alone else {"skips": 0, "repeats": 2}.get(odd, 1)):
+            optimizer.step()
+        if alone and odd == "keeps":
+            instep.full_state_dict(model)
+        optimizer.zero_grad()
+
+
+@on_every_kind(2, (*LOOPS[1:], "stage 2, sharded optimizer"), timeout_s=50.0)
+@pytest.mark.parametrize("odd", ODD)
+def test_what_one_rank_alone_does_is_told_at_once(mesh: Mesh, kind: str, odd: str) -> None:
+    """It waited in a group of the optimizer's, and the others for its gradients, until the deadline."""
+    if kind == "stage 1" and odd in ("clips", "keeps"):
+        pytest.skip("whole gradients and weights need no other rank")
+    with pytest.raises(Desync, match=ODD[odd]):
+        oddly(kind, mesh, odd)
+
+
+@on_every_kind(4, ("stage 3",), dp=2, shard=2, timeout_s=50.0)
+def test_ranks_of_other_shard_groups_are_told_too(mesh: Mesh, kind: str) -> None:
+    with pytest.raises(Desync, match="rank 1 is in the exchange of gradients; ranks 0, 2, 3: optimizer"):
+        oddly(kind, mesh, "skips")
+
+
+@on_every_kind(2, STAGES, timeout_s=50.0)
+def test_the_error_of_the_rank_itself_comes_first(mesh: Mesh, kind: str) -> None:
+    """It raises in its closure, and its own traceback has the cause."""
+    model, optimizer = made(kind, mesh)
+    loss(model, "x", mesh.rank).backward()
+
+    def closure() -> float:
+        if mesh.rank == 1:
+            raise KeyError("mine")
+        return 0.0
+
+    with pytest.raises(KeyError if mesh.rank == 1 else Desync):
+        optimizer.step(closure)
+    close(model)
+
+
+def declare(model: Any, step: int | None) -> None:
+    for micro_batch in model.micro_batches(2, step=step):
+        Program("").leaf(model, micro_batch, 0)
+
+
+@on_every_kind(3, WRAPPERS)
+def test_a_step_that_one_rank_declares_otherwise_raises_on_all(mesh: Mesh, kind: str) -> None:
+    """Its dropout was keyed by another step than that of the others."""
+    for strategy in STRATEGIES if kind == "replicated" else ("",):
+        model, _ = made(kind, mesh, **({"strategy": strategy} if strategy else {}))
+        with pytest.raises(Desync, match=r"rank 2 declares step 8; ranks 0, 1: 7\. .*the same step="):
+            declare(model, 8 if mesh.rank == 2 else 7)
+
+
+@on_every_kind(2, WRAPPERS, backend="shm")
+def test_a_rank_that_counts_from_another_step_raises_on_all(mesh: Mesh, kind: str) -> None:
+    model, _ = made(kind, mesh)
+    offered(model).counter.next_step = 5 + mesh.rank
+    with pytest.raises(Desync, match=r"rank \d declares step .*load the same checkpoint on every rank"):
+        declare(model, None)
+
+
+@on_every_kind(2, STAGES)
+@pytest.mark.parametrize("everything", [True, False])
+def test_what_one_rank_discards_is_noticed_in_the_next_exchange(
+    mesh: Mesh, kind: str, everything: bool
+) -> None:
+    model, _ = made(kind, mesh)
+    loss(model, "first", mesh.rank).backward()
+    if mesh.rank == 1:
+        if everything:
+            model.zero_grad()
+        else:
+            next(model.parameters()).grad = None
+    with pytest.raises(Desync, match=r"rank [01] accumulates into . existing gradients.*zero_grad"):
+        loss(model, "second", mesh.rank).backward()
+    close(model)
+
+
+def leave_at(model: Any, rank: int, place: tuple[int, bool] | None) -> None:
+    """Rank 1 leaves the loop at its micro-batch number ``place[0]``, after its backward or before."""
+    for count, micro_batch in enumerate(model.micro_batches(7)):
+        if rank == 1 and place == (count, False):
+            return
+        Program("").leaf(model, micro_batch, 0)
+        if rank == 1 and place == (count, True):
+            return
+
+
+def leaves_the_loop(mesh: Mesh, kind: str) -> None:
+    for strategy in STRATEGIES if kind == "replicated" else ("",):
+        leaves_the_loop_of(mesh, kind, **({"strategy": strategy, "bucket_cap_mb": 1e-4} if strategy else {}))
+
+
+def leaves_the_loop_of(mesh: Mesh, kind: str, **wrap: Any) -> None:
+    expected, _ = made(kind, mesh)
+    declared(expected)
+    norm = instep.clip_grad_norm_(expected.parameters(), 1e9)
+    close(expected)
+    model, optimizer = made(kind, mesh, **wrap)
+    for place in ((0, False), (0, True), (1, False), (1, True)):
+        if mesh.rank == 1:
+            leave_at(model, 1, place)
+        else:
+            with pytest.raises(Desync, match="rank 1 left step 0 before its gradients were complete"):
+                leave_at(model, mesh.rank, place)
+        assert all(p.grad is None for p in model.parameters())
+        with pytest.raises(RuntimeError, match="after a step that was given up"):
+            optimizer.step()
+    declared(model)
+    assert torch.equal(instep.clip_grad_norm_(model.parameters(), 1e9), norm)
+    close(optimizer, model)
+
+
+@on_every_kind(3, LOOPS)
+def test_leaving_the_loop_makes_the_others_raise_and_all_can_go_on(mesh: Mesh, kind: str) -> None:
+    leaves_the_loop(mesh, kind)
+
+
+@on_every_kind(3, LOOPS, backend="shm")
+def test_leaving_it_over_shared_memory_does_so_too(mesh: Mesh, kind: str) -> None:
+    leaves_the_loop(mesh, kind)
