@@ -35,6 +35,7 @@ from instep.mesh import deterministic
 from instep.net.agree import raise_on_all
 from instep.net.process_group import Group
 from instep.shard.fully import FullySharded
+from instep.state.homes import shape_of
 
 # Variables by which libraries choose other kernels or another number of threads, so other bits.
 KERNEL_SWITCHES = (
@@ -232,7 +233,7 @@ def module_fields(module: nn.Module) -> dict[str, Scalar]:
         if not any(True for _ in layer.children()):
             fields[f"model.layer.{path or '(whole)'}"] = f"{kind.__name__}({layer.extra_repr()})"
     for name, x in _tensors(module):
-        fields[name] = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        fields[name] = f"{str(x.dtype).removeprefix('torch.')} {list(shape_of(x))}"
     return fields
 
 

@@ -15,6 +15,7 @@ from torch.optim import ASGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer,
 from instep.checkpoint.manifest import Json
 from instep.checkpoint.tensors import Layout, Shape
 from instep.errors import CheckpointRejected
+from instep.state.homes import shape_of
 
 # What the first step makes, whatever the options are; later steps take it for granted.
 NEEDED: dict[type[Optimizer], frozenset[str]] = {
@@ -78,7 +79,7 @@ def require_sound(
             keys[name].add(key)
         if _is_of_torch(by_name[name]):
             if full in layout:
-                _require_shape(full, key, layout[full][0], tuple(parameters[name].shape))
+                _require_shape(full, key, layout[full][0], tuple(shape_of(parameters[name])))
             else:
                 _require_scalar(full, key, scalars[full])
     for name, held in keys.items():

@@ -39,6 +39,7 @@ from instep.state.homes import (
     home,
     homes,
     offered,
+    shape_of,
     undivided,
     unwrapped,
 )
@@ -322,7 +323,7 @@ class TrainingState:
         """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
         assert there is not None
         have = holders(there, x.parameter, [there.group.rank], self.everyone)
-        shape = tuple(x.parameter.shape)
+        shape = tuple(shape_of(x.parameter))
         return Shard(name, shape, value.dtype, x.first, x.last, order, None, value, have)
 
     def _holders(self, parameter: Tensor) -> tuple[int, ...]:
@@ -405,7 +406,7 @@ class TrainingState:
             if there is not None and not there.resident:  # what it shows may have another dtype
                 stored = found[firsts[name]][1] if firsts[name] in found else dtype
                 dtype = next((held.tensor.dtype for held in there.held if held.parameter is x), stored)
-            expected[name] = (tuple(x.shape), dtype)
+            expected[name] = (tuple(shape_of(x)), dtype)
         tensors.require_layout(found, expected, firsts)
 
     def _require_optimizer(self, options: Json, layout: Layout) -> None:

@@ -7,13 +7,13 @@ fill their own, on the module's. Layer by layer, so that of what others have one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from instep.net.process_group import Group
-from instep.pipeline.home import PipelineHome, hide
+from instep.pipeline.home import PipelineHome, drop_values
 from instep.pipeline.layers import Layer
 from instep.shard.materialise import Init, materialise, prepare
 from instep.step.agreement import broadcast_values
@@ -34,43 +34,50 @@ class FirstOfLayers:
     def fill(self, layers: Sequence[Layer], home: PipelineHome, alike: Group) -> None:
         """Fill what is here; the first of the ranks ``alike``, which have the same, decides. Collective."""
         home.make_room()
-        materialise(self.module, list(_unfilled(self.module, layers, home)), self.init, self.seed)
+        units = list(_unfilled(self.module, layers, home))
+        if self.init is not None or hasattr(self.module, "init_parameter"):
+            units = [unit for unit in units if home.holds(unit.parameters[0])]
+        materialise(self.module, units, self.init, self.seed)
         elsewhere = {id(p) for p in home.parameters if not home.holds(p)}
         broadcast_values(self.module, alike, but=elsewhere)
         home.loaded()
 
 
 @dataclass
-class UnfilledLayer:
-    """Parameters of one layer, and what modules fill together with them; those that are here stay."""
+class UnfilledParameter:
+    """A parameter of a layer called ``name``, to be filled with the others of that; as ``Unfilled`` says."""
 
     name: str
     home: PipelineHome
+    names: list[str]
+    parameters: list[Tensor]
     own_dtype: torch.dtype
-    device: torch.device
-    names: list[str] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
     materialised: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return self.home.strides_of(parameter)
 
     def begin_use(self) -> None:
-        """Nothing depends on what they show until now."""
+        """Until now it may be absent; if it is elsewhere, it is again when all is kept."""
+        self.home.give_room(self.parameters[0])
 
     def keep(self, i: int, values: Tensor) -> None:
-        p = self.parameters[i]
+        (p,) = self.parameters
         if self.home.holds(p) and p.data_ptr() != values.data_ptr():
             p.detach().copy_(values)
 
     def hide(self) -> None:
-        for p in self.parameters:
-            if not self.home.holds(p):
-                hide(p)
+        (p,) = self.parameters
+        if not self.home.holds(p):
+            drop_values(p)
 
 
-def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledLayer]:
-    """Of each layer that is here, or has buffers to be filled, one for each dtype."""
+def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledParameter]:
+    """What is in layers that are here or have buffers to be filled, and what modules fill along with it."""
     for layer in layers:
         own = {id(p) for p in layer.module.parameters()}
         no_buffers = all(not x.is_meta for x in layer.module.buffers())
@@ -79,10 +86,6 @@ def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) ->
         for m in module.modules():
             its = {id(p) for p in m.parameters(recurse=False)}
             own |= its if its & own else set()
-        found: dict[torch.dtype, UnfilledLayer] = {}
         for name, p in zip(home.names, home.parameters, strict=True):
             if id(p) in own:
-                unit = found.setdefault(p.dtype, UnfilledLayer(layer.path, home, p.dtype, p.device))
-                unit.names.append(name)
-                unit.parameters.append(p)
-        yield from found.values()
+                yield UnfilledParameter(layer.path, home, [name], [p], p.dtype)

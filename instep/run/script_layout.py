@@ -17,7 +17,7 @@ from instep.checkpoint.registered import Registered
 from instep.run.memory_formula import homes_of, stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
-from instep.state.homes import Wrapped, offered
+from instep.state.homes import Wrapped, offered, shape_of
 
 LISTED = 8  # ranks, whose shares are told one by one
 
@@ -67,7 +67,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     size, found = mesh.world_size, axes.get("shard", 1)
     lines = []
     if is_first:
-        num = sum(p.numel() for p in training.module.parameters())
+        num = sum(shape_of(p).numel() for p in training.module.parameters())
         name = getattr(getattr(_loader(registered), "dataset", None), "name", None)
         names = ", ".join([*registered.models, *registered.optimizers, *registered.others])
         data = f"{name}; " if isinstance(name, str) and name else ""

@@ -41,6 +41,7 @@ from instep.run.ledger import (
 from instep.run.rank_state import Made
 from instep.run.script_training import ScriptTraining
 from instep.run.shape import COUNT, NUMBER, Shape
+from instep.state.homes import shape_of
 from instep.timeline.run_setting import RunSetting
 
 METRIC_LINES = Shape({"step": COUNT}, required={"step"}, others=NUMBER)
@@ -230,7 +231,7 @@ def trace_head(training: ScriptTraining) -> Fields:
         schedule=config.parallel.schedule,
         cuts=getattr(config.parallel, "cuts", ""),
     )
-    num_parameters = sum(p.numel() for p in training.module.parameters())
+    num_parameters = sum(shape_of(p).numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}
     return {**head, "script": True} if training.command == "instep run" else head
 

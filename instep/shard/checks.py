@@ -305,8 +305,8 @@ def describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
         kind = "trainable" if p.requires_grad else "frozen"
         dtype = str(p.dtype).removeprefix("torch.")
         lines.append(
-            f"parameter {k} of group {index}{called}: shape {tuple(p.shape)}, {dtype}, {p.device.type}, "
-            f"{_layout(p)}, {kind}"
+            f"parameter {k} of group {index}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, "
+            f"{p.device.type}, {_layout(p)}, {kind}"
         )
     return lines
 

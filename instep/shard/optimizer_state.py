@@ -27,7 +27,7 @@ from instep.mesh.axes import round_up
 from instep.net.process_group import Group
 from instep.shard.checks import group_options, options_text
 from instep.shard.flat_parameters import ShardedParameters
-from instep.state.homes import ParameterShard, home, in_order, with_strides
+from instep.state.homes import ParameterShard, home, in_order, shape_of, with_strides
 from instep.state.shards import put_elements
 
 States = dict[int, dict[str, Any]]  # by the number of the parameter, then by name
@@ -160,7 +160,7 @@ def _place(
         state[key] = values.reshape(entry["shape"]).to(device, copy=True)
         return
     if key not in state:
-        state[key] = torch.empty_strided(parameter.shape, strides, dtype=values.dtype, device=device)
+        state[key] = torch.empty_strided(shape_of(parameter), strides, dtype=values.dtype, device=device)
     put_elements(state[key], entry["first"], values)
 
 

@@ -40,7 +40,7 @@ class ParameterShard:
 
     @property
     def is_whole(self) -> bool:
-        return self.last - self.first == self.parameter.numel()
+        return self.last - self.first == shape_of(self.parameter).numel()
 
     def part_of(self, x: Tensor) -> Tensor:
         """The same elements of ``x``, which has the parameter's shape, laid out as ``tensor``; a view where
@@ -106,6 +106,10 @@ class Home:
         """Memory that holds other ranks' values for as long as they are needed."""
         return []
 
+    def shape_of(self, parameter: Tensor) -> torch.Size:
+        """The shape of all of ``parameter``, of which its memory here may have no elements."""
+        return parameter.shape
+
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         """The strides of all of ``parameter``, which its memory does not show at all times."""
         return parameter.stride()
@@ -154,6 +158,12 @@ def home(parameter: Tensor) -> Home | None:
     """The home that ``parameter`` lives in, or None."""
     known = _homes.get(parameter)
     return None if known is None else known()
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of all of ``parameter``, wherever its elements are."""
+    there = home(parameter)
+    return parameter.shape if there is None else there.shape_of(parameter)
 
 
 def homes(tensors: Iterable[Tensor]) -> list[Home]:

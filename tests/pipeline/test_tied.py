@@ -171,3 +171,9 @@ def test_a_pipeline_refuses_a_schedule_that_its_shared_parameters_forbid(mesh: M
     text = "0F0 0B0 0F1 0B1\n1F0 1I0 1F1 1I1 1W0 1W1"
     with pytest.raises(ValueError, match=r"rank 0 at 0B0 for 1W0"):
         instep.Pipeline(two(), mesh, text, 2)
+
+
+@world(2, pp=2, dp=1)
+def test_sparse_gradients_are_refused(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"'0' has sparse=True: .* pass sparse=False"):
+        instep.Pipeline([nn.Embedding(3, 4, sparse=True), nn.Linear(4, 4)], mesh)
