@@ -45,6 +45,7 @@ FLOORS = {form: number - 1 for form, number in NUM_TRIALS.items()}
 # cannot leave the gradients of weights for later.
 REFUSALS = {
     **dict.fromkeys(NUM_TRIALS, frozenset({"counter"})),
+    "threads": frozenset({"counter", "hook"}),  # of a parameter, which its copies lack
     "stage1": frozenset({"counter", "Adafactor"}),
     **dict.fromkeys(("stage2", "stage3"), frozenset({"counter", "Adafactor", "reentrant"})),
     "pipeline": frozenset({"counter", "reentrant"}),

@@ -103,7 +103,14 @@ class ParameterServer(WrappedOnce, ModuleProxy):
         return self.model(*args, **kwargs)
 
     def micro_batches(self, num_micro_batches: int | DataSource) -> Iterator[MicroBatch]:
-        """Declare a step, as ``DataParallel.micro_batches``."""
+        """Declare a step, as ``DataParallel.micro_batches``.
+
+        Args:
+            num_micro_batches: G, the number in the global batch, or an ``instep.Loader``.
+
+        Yields:
+            A ``MicroBatch`` for each that is this rank's.
+        """
         return self.model.micro_batches(num_micro_batches)
 
     def step(self) -> None:

@@ -106,6 +106,7 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
             >>> def body(model, micro_batch):
             ...     rows = range(micro_batch.index * 4, micro_batch.index * 4 + 4)
             ...     loss_function(model(x[rows]), y[rows]).backward()
+            >>> optimizer.zero_grad()
             >>> _ = replicas.micro_batches(8, body)
             >>> optimizer.step()
         """
