@@ -44,7 +44,8 @@ class PeerLost(InstepError):
     """A rank died, or did not come to an operation of all ranks before the deadline.
 
     Raised by everything that is collective, on the ranks that wait. The group has lost a rank, and is of no
-    use any more: let the program end, or ``rebind`` the wrapper to a group of the ranks that are left.
+    use any more: let the program end, or ``close`` the wrapper and wrap its module again, over the ranks that
+    are left.
 
     Attributes:
         ranks: the global ranks that are missing; empty where that is not known.

@@ -41,11 +41,6 @@ for i, path in enumerate(paths):
     with open(path, "w") as file:
         file.writelines(f"{' '.join(map(str, row))}\\n" for row in torch.randn(i + 3, 9).tolist())
 """
-PIPELINED = """
-model = instep.Pipeline(model, instep.init(pp=-1, dp=1))
-inputs = lambda micro_batch: x[micro_batch.index * 4 :][:4]
-loss = lambda output, micro_batch: loss_function(output, y[micro_batch.index * 4 :][:4])
-"""
 AVERAGED = ("use", "An average of the weights", "")
 DECLARED = [
     *SAVED,
@@ -62,7 +57,6 @@ OTHERS = [
     ("use", "What you print and evaluate", BEGUN),
     ("timeline", "In a loop of your own", BEGUN),
     ("verify", "Your model", BEGUN),
-    ("pipeline", "Mixed precision", PIPELINED),
     ("pipeline", "Where the time goes", ""),
     ("strategies", "Two older forms", "instep.init()\n"),
     ("strategies", "Fewer bytes", "instep.init()\n"),

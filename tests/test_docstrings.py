@@ -19,7 +19,6 @@ import pytest
 import instep
 from instep.checkpoint.shorthand import Resumed
 from instep.mesh.mesh import Mesh
-from instep.pipeline.proposal import CutProposal
 from instep.run.script_loop import RunStep
 from instep.shard.fully import Verifiable
 from instep.step.micro_batches import MicroBatch
@@ -37,7 +36,6 @@ GIVEN = {
     "fully_shard": Verifiable,
     "verify": Report,
     "steps": RunStep,
-    "propose_cuts": CutProposal,
 }
 # One does nothing, and warns so; the others are for ``micro_batches``.
 WITHOUT = {"DataParallel.join", "Loader.read", "Loader.advance"}

@@ -287,7 +287,7 @@ def forms(whole: Program) -> Mapping[str, int]:
     odds = dict(FORMS)
     if not _threads(whole):
         del odds["threads"]
-    if not whole.is_pipelined:
+    if not whole.is_pipelined or len(set(whole.sizes)) > 1:  # between stages shapes do not change
         del odds["pipeline"]
     return odds
 

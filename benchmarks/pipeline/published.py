@@ -62,3 +62,23 @@ GPIPE_WITHIN = 0.08
 
 # The README of sail-sg/zero-bubble-pipeline-parallelism, for F = I = W: bubble and memory, 1f1b's are 1.
 TO_1F1B = {"1f1b": (1, 1), "zb-h1": (1 / 3, 1), "zb-h2": (0, 2), "zb-v": (0, 1)}
+
+
+def peak_activations(name: str, ranks: int, micro_batches: int, chunks: int = 1, rank: int = 0) -> int:
+    """The most activations that ``rank`` holds by formula, in stages times micro-batches; of zb-v, at most.
+
+    Between I and W all of an activation counts. In micro-batches of a whole rank it is a v-th: interleaved
+    holds p (1 + (p-1)/(p v)) of them where p divides m, zb-v p.
+    """
+    p, m, v = ranks, micro_batches, chunks
+    group = -(-m // max(m // p, 1))  # p where p divides m
+    most = {
+        "naive": 1,
+        "gpipe": m,
+        "1f1b": p - rank,
+        "interleaved": (v - 1) * group + 2 * (p - 1 - rank) + 1,
+        "zb-h1": p,
+        "zb-h2": 2 * p - 1,
+        "zb-v": 2 * p,
+    }
+    return min(most[name], m * v)

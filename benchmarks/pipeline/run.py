@@ -23,13 +23,15 @@ from benchmarks.pipeline.published import (
     WITHIN,
     Measured,
 )
+from benchmarks.pipeline.published import (
+    peak_activations as peak_by_formula,
+)
 from instep.bench.charts import StepPanel, pipeline_steps
 from instep.bench.tables import cell, markdown, prepare, show, write_between, write_json
 from instep.events import Timeline
 from instep.pipeline.actions import Schedule
 from instep.pipeline.check import check, peak_activations
 from instep.pipeline.closed_forms import cost_s
-from instep.pipeline.closed_forms import peak_activations as peak_by_formula
 from instep.pipeline.schedules import NAMES, generate
 from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, simulate
 

@@ -29,7 +29,7 @@ LAYOUTS = (
     (2, 4, 0),
     (2, 2, 4),
 )  # ranks of a pipeline, of the run, and when it is resumed
-CUTS = ("1", "3", "cost", "memory")  # beside "layers", of two ranks
+CUTS = ("1", "3", "cost")  # beside "layers", of two ranks
 SEED, MICRO_SIZE = "--seed 1", "--batch.micro-size 8"
 
 

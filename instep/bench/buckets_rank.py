@@ -55,7 +55,7 @@ def _steps(
         shared.module,
         process_group=pg,
         strategy="bucketed",
-        bucket_cap_mb=size or None,
+        bucket_cap_mb=size or 25,
         ordered=task["ordered"],
         init_sync=False,
     )

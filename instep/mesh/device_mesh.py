@@ -57,7 +57,7 @@ def require_used(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"{_written(mesh)}: the batch is shared out along one dim alone, and nothing would use "
             f"{' and '.join(unused)}, whose ranks would each train a model of their own. Register mesh[name] "
-            "of that dim, or, if they have different parts of the model, pass device_mesh=mesh"
+            "of that dim, or, if they have different parts of the model, pass process_group=mesh"
         )
 
 

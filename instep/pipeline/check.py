@@ -1,12 +1,9 @@
 """Is a schedule legal? One that is not is refused, with the whole grid and the place in it.
 
-Four questions, in this order, since each supposes the one before:
-
     whole           every stage makes every micro-batch's forward and backward once, B or both I and W
     happens-before  every action can run: none waits for what comes later, or for a rank that waits for it
-    messages        so with what is sent and received, and every rank receives in the order of the sends
-    memory          no rank holds more activations than it may
 
+Messages are derived (``communication.py``), so that they leave no rank waiting where the schedule does not.
 A refusal reads like this:
 
     rank 1 waits for ever: 1B0 needs 1F0, which comes later in its row: put 1F0 before it
@@ -18,49 +15,38 @@ A refusal reads like this:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
 from instep.pipeline.actions import (
     BACKWARD,
     COMPUTE,
     FORWARD,
     INPUT_GRADIENT,
-    RECEIVES,
     WEIGHT_GRADIENT,
     Action,
     GridPlace,
-    Rows,
     Schedule,
     in_order,
 )
-from instep.pipeline.communication import needs_of_program, programs, receiver, send_of
 
 
 class IllegalSchedule(ValueError):
-    """A schedule that cannot be executed, or not within its memory; ``places`` are where."""
+    """A schedule that cannot be executed; ``places`` are where."""
 
     def __init__(self, schedule: Schedule, reason: str, places: Sequence[GridPlace]) -> None:
         super().__init__(f"{reason}\n\n{schedule.grid(places)}")
         self.places = tuple(places)
 
 
-def check(schedule: Schedule, *, limit: float | Sequence[float] | None = None, kept: float = 1.0) -> None:
+def check(schedule: Schedule) -> None:
     """Refuse a schedule that is not legal.
-
-    Args:
-        limit: how many activations a rank may hold, or each of them: see ``peak_activations``.
-        kept: the share of an activation that stays between I and W.
 
     Raises:
         IllegalSchedule: a ``ValueError``, with what is wrong, what to do, and the grid.
     """
     _check_whole(schedule)
     _check_order(schedule)
-    check_programs(schedule, programs(schedule))
-    if limit is not None:
-        limits = limit if isinstance(limit, Sequence) else [limit] * schedule.num_ranks
-        _check_memory(schedule, limits, kept)
 
 
 def _check_whole(schedule: Schedule) -> None:
@@ -169,90 +155,16 @@ def _circle(schedule: Schedule, waits: dict[GridPlace, Action]) -> list[GridPlac
         path.append(rank)
 
 
-def check_programs(schedule: Schedule, rows: Rows) -> None:
-    """Refuse programs (``instep.pipeline.communication``) that would not come to their ends.
-
-    A send hands over and goes on, a receive is posted and goes on, a computation waits for what it needs.
-
-    Raises:
-        ValueError: ranks would wait for ever, with their places, or receive another message than they expect.
-    """
-    _check_messages(schedule, rows)
-
-    def needs(action: Action) -> list[Action]:
-        return needs_of_program(schedule, action)
-
-    reached = [0] * len(rows)
-    for place, _ in in_order(rows, needs):
-        reached[place.rank] = place.position + 1
-    waiting = [
-        f"rank {rank} at {row[index]}, its action {index}"
-        for rank, (row, index) in enumerate(zip(rows, reached, strict=True))
-        if index < len(row)
-    ]
-    if waiting:
-        raise ValueError(
-            f"the messages leave ranks waiting for ever: {', '.join(waiting)}: every receive must stand "
-            f"before the computation that needs it, every send after what it sends"
-        )
-
-
-def _check_messages(schedule: Schedule, rows: Rows) -> None:
-    """Every rank receives what the others send it, in the order in which they send it."""
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by sender and receiver
-    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        for action in row:
-            if action.kind in RECEIVES:
-                end = send_of(action)
-                received[schedule.stage_ranks[end.stage], rank].append(end)
-            elif action.kind not in COMPUTE:
-                to = receiver(schedule, action)
-                assert to is not None
-                sent[rank, to].append(action)
-    for sender, taker in sorted({*sent, *received}):
-        out, into = sent[sender, taker], received[sender, taker]
-        for index in range(max(len(out), len(into))):
-            one, other = (str(ends[index]) if index < len(ends) else "nothing" for ends in (out, into))
-            if one != other:
-                raise ValueError(
-                    f"message {index} from rank {sender} to rank {taker}: rank {sender} sends {one}, "
-                    f"rank {taker} receives {other}: receive in the order in which it is sent"
-                )
-
-
-def activations(
-    row: Sequence[Action], kept: float = 1.0, sizes: Sequence[float] | None = None
-) -> list[float]:
+def activations(row: Sequence[Action], kept: float = 1.0) -> list[float]:
     """How many activations a rank holds after each action of its ``row``.
 
     The unit is what one stage keeps of one micro-batch: a forward adds one, a full backward or a
     weight-gradient frees it. An input-gradient frees what only it has needed: all but the share ``kept``.
-    With ``sizes``, by stage, it is not counted but added up.
     """
     change = {FORWARD: 1.0, BACKWARD: -1.0, INPUT_GRADIENT: kept - 1.0, WEIGHT_GRADIENT: -kept}
-    held, after = 0.0, []
-    for action in row:
-        held += change[action.kind] * (1.0 if sizes is None else sizes[action.stage])
-        after.append(held)
-    return after
+    return list(accumulate(change[action.kind] for action in row))
 
 
-def peak_activations(
-    schedule: Schedule, kept: float = 1.0, sizes: Sequence[float] | None = None
-) -> list[float]:
-    """The most activations that each rank holds at any time, in stages times micro-batches, or by size."""
-    return [max(activations(row, kept, sizes), default=0.0) for row in schedule.rows]
-
-
-def _check_memory(schedule: Schedule, limits: Sequence[float], kept: float) -> None:
-    if len(limits) != schedule.num_ranks:
-        raise ValueError(f"expected a limit for each of {schedule.num_ranks} ranks, got {len(limits)}")
-    for rank, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
-        for index, held in enumerate(activations(row, kept)):
-            if held > limit + 1e-9:  # sums of ``kept``
-                reason = (
-                    f"rank {rank} holds {held:g} activations after {row[index]}, expected at most {limit:g}: "
-                    f"put a backward before it"
-                )
-                raise IllegalSchedule(schedule, reason, [GridPlace(rank, index)])
+def peak_activations(schedule: Schedule, kept: float = 1.0) -> list[float]:
+    """The most activations that each rank holds at any time, in stages times micro-batches."""
+    return [max(activations(row, kept), default=0.0) for row in schedule.rows]

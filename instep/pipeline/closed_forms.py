@@ -22,11 +22,6 @@ those of 1f1b, zb-h1 and zb-h2 give its table 5 to the last digit. Its interleav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
-
-T = TypeVar("T")
-
 
 def cost_s(
     name: str,
@@ -46,66 +41,22 @@ def cost_s(
     """
     p, m, v = ranks, micro_batches, chunks
     s = forward_s + input_gradient_s + weight_gradient_s
-    fill_s, messages = _of(
-        name,
-        {
-            "naive": (m * (p - 1) * s, m * 2 * (p - 1)),
-            "gpipe": ((p - 1) * s, 2 * (p - 1)),
-            "1f1b": ((p - 1) * s, 2 * (p - 1) * m / p + 2 * (p - 2)),
-            "interleaved": ((p - 1) * s / v, 2 * p * (v - 1) + 2 * (p - 1)),
-            "zb-h1": ((p - 1) * (s - 2 * weight_gradient_s), 4 * (p - 1)),
-            "zb-h2": ((p - 1) * (s - 3 * weight_gradient_s), 2 * (p - 1)),
-            "zb-v": (0.0, 6 * p - 8),
-        },
-    )
+    forms = {
+        "naive": (m * (p - 1) * s, m * 2 * (p - 1)),
+        "gpipe": ((p - 1) * s, 2 * (p - 1)),
+        "1f1b": ((p - 1) * s, 2 * (p - 1) * m / p + 2 * (p - 2)),
+        "interleaved": ((p - 1) * s / v, 2 * p * (v - 1) + 2 * (p - 1)),
+        "zb-h1": ((p - 1) * (s - 2 * weight_gradient_s), 4 * (p - 1)),
+        "zb-h2": ((p - 1) * (s - 3 * weight_gradient_s), 2 * (p - 1)),
+        "zb-v": (0.0, 6 * p - 8),
+    }
+    if name not in forms:
+        raise ValueError(f"expected a schedule of {', '.join(forms)}, got {name!r}")
+    fill_s, messages = forms[name]
     return m * s + fill_s + (messages * message_s if p > 1 else 0.0)
 
 
 def is_exact(name: str, ranks: int, micro_batches: int) -> bool:
     """Whether ``cost_s`` is that of equal stages and messages that take nothing, not less."""
-    p, m = ranks, micro_batches
-    always = True
-    return _of(
-        name,
-        {
-            "naive": always,
-            "gpipe": always,
-            "1f1b": always,
-            "interleaved": m % p == 0,
-            "zb-h1": m >= p,
-            "zb-h2": m >= 2 * p - 1,
-            "zb-v": m >= 2 * p - 1,
-        },
-    )
-
-
-def peak_activations(name: str, ranks: int, micro_batches: int, chunks: int = 1, rank: int = 0) -> int:
-    """The most activations that ``rank`` holds, in stages times micro-batches; of zb-v, at most.
-
-    Between I and W all of an activation counts. In micro-batches of a whole rank it is a v-th: interleaved
-    holds p (1 + (p-1)/(p v)) of them where p divides m, zb-v p.
-
-    Raises:
-        ValueError: there is no formula for a schedule of this name.
-    """
-    p, m, v = ranks, micro_batches, chunks
-    group = -(-m // max(m // p, 1))  # p where p divides m
-    most = _of(
-        name,
-        {
-            "naive": 1,
-            "gpipe": m,
-            "1f1b": p - rank,
-            "interleaved": (v - 1) * group + 2 * (p - 1 - rank) + 1,
-            "zb-h1": p,
-            "zb-h2": 2 * p - 1,
-            "zb-v": 2 * p,
-        },
-    )
-    return min(most, m * v)
-
-
-def _of(name: str, forms: Mapping[str, T]) -> T:
-    if name not in forms:
-        raise ValueError(f"expected a schedule of {', '.join(forms)}, got {name!r}")
-    return forms[name]
+    least = {"zb-h1": ranks, "zb-h2": 2 * ranks - 1, "zb-v": 2 * ranks - 1}.get(name, 1)
+    return micro_batches >= least and (name != "interleaved" or micro_batches % ranks == 0)

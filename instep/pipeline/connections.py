@@ -1,24 +1,16 @@
-"""Messages between stages over connections: short ones in one piece, tensors of long ones after their words.
+"""Messages between stages over the connections of a process group: one packet each, posted before it comes.
 
-A receive needs memory of its own before anything is there. What is short comes with its words, and the memory
-for it is always of one size. The tensors of a long message follow its words; in most models they are as long
-as those of the first one of its kind, and then they have memory before the words are there. If not they come
-by another tag, after the words, which say how much memory they need:
+A packet is a head, then the tensors; a receive is posted with memory of that size, and the backend's own
+thread fills it while this rank computes. Where a route is not known yet (``message_words.py``), the packet
+has descriptions instead of tensors, which follow by another tag.
 
-    post 1RECV_F0      words may come from now on
-    take 1RECV_F0      wait for them, then for the tensors
-    post 1RECV_F1      words and tensors may come from now on
-    take 1RECV_F1      wait until they are there
-
-So no message has to look like the one before. Threads take turns with the one that computes, and each turn
-costs time, so they wait only for what is long: once a rank has sent something long, a thread receives from
-it while this rank computes, and what is long is let go as soon as it is sent. A short message has come when
-its last word is in its memory.
+What is on a GPU goes from device to device where the group's backend is NCCL, beside a packet without it. In
+NCCL, messages of two ranks in opposite directions would wait for each other on one stream, so each direction
+has a group of its own. Over gloo, they travel through the host's memory.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -34,260 +26,171 @@ from instep.errors import InstepError
 from instep.net.lane import Handle
 from instep.net.messages import awaited, raising
 from instep.net.process_group import Group
-from instep.pipeline.actions import NO_TIE, Action
 from instep.pipeline.message_words import (
-    ACTION,
-    END,
     ENDING,
-    FIELDS,
-    HEAD_BYTES,
-    KINDS,
-    LEFT,
-    NO_STAGE,
     NUM_WORDS,
-    NUMBER,
     SENT_NS,
-    STAYS,
-    VERSION,
     WORD,
-    Check,
-    numbers_of,
+    MessageHead,
+    TensorSpec,
+    is_on_device,
     places_of,
-    sent_for,
-    specs_of,
 )
 
-SHORT_BYTES = 1 << 18  # of a message, with its words: to copy so much costs less than a second one
+SHORT_BYTES = 1 << 18  # of a packet that is kept until the step ends
 SHORT_SENDS = 64  # that are under way with nobody to wait for them
-# Tags: of words, and of tensors unlike the first ones of their kind, which has a tag of its own.
-WORDS, UNLIKE = range(2)
+PACKETS, TENSORS = range(2)  # tags
 MESSAGE = "a message between stages"
 LOOKS, LOOK_S = 50, 20e-6
-MAX_TIES = 1 << 10
 
 Wait: TypeAlias = Callable[[], object]
 """For a message that is under way."""
-UnderWay: TypeAlias = tuple[list[Tensor], list[Wait]]
-"""Memory for tensors, and what waits for them."""
+Understand: TypeAlias = Callable[[MessageHead, Sequence[int]], Sequence[TensorSpec]]
+"""What tensors come with a head and its rows; raises if it is not the head that was expected."""
 
 
-class Posted:
-    """A receive from group rank ``source`` over ``pg``: of ``words`` and ``tensors``, by ``receive``.
+class Packet:
+    """A receive of so many bytes from group rank ``source``."""
 
-    ``memory`` is for a short message, and free again afterwards; by ``tag`` come the tensors of a long one
-    that is like the first. ``work`` is what executes that, if it is another thread.
-    """
+    def __init__(self, pg: Any, source: int, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.words = self.memory.view(torch.int64).numpy()
+        self.words[NUM_WORDS - 1] = 0
+        self.wait = _begun(pg, "recv", self.memory, source, PACKETS)
 
-    def __init__(self, pg: Any, source: int, memory: Tensor, tag: int) -> None:
-        self.source, self.memory, self.tag = source, memory, tag
-        self._seen = self.memory.view(torch.int64).numpy()
-        self._seen[:FIELDS] = 0  # of a message that came before, perhaps
-        self._first = _begun(pg.recv, memory, source, WORDS)
-        self.words: list[int] = []
-        self.tensors: list[Tensor] = []
-        self.is_long = False
-        self.work: Handle | None = None
-
-    def is_short_and_comes_soon(self) -> bool:
-        """Whether a short message arrives within a millisecond; ``receive`` must still wait for it.
+    def comes_soon(self) -> bool:
+        """Whether it arrives within a millisecond; ``wait`` must still be called.
 
         The backend's thread writes it into memory. Looking there costs less than being woken by that thread.
         """
         for _ in range(LOOKS):
-            end = self._seen[END] // WORD  # its last word repeats the time at which it was sent
-            if 0 < end <= len(self._seen) and self._seen[end - 1] == self._seen[SENT_NS]:
+            end = int(self.words[NUM_WORDS - 1]) // WORD  # the last word repeats the time of sending
+            if 0 < end <= len(self.words) and self.words[end - 1] == self.words[SENT_NS]:
                 return True
             time.sleep(LOOK_S)
         return False
 
-    def receive(self, long: LongReceives) -> None:
-        """Wait until the message is there."""
-        self._first()
-        self.words = self._seen[:NUM_WORDS].tolist()
-        if self.words[: LEFT + 1] != [VERSION, STAYS]:
-            return  # no tensors come
-        specs, end = specs_of(self.words), self.words[END]
-        lengths = [spec.nbytes for spec in specs]
-        self.is_long = end < 0
-        if self.is_long:
-            parts = long.receive(self.source, -end, lengths)
-        else:
-            starts, _ = places_of(lengths)
-            parts = [self.memory[a : a + n].clone() for a, n in zip(starts, lengths, strict=True)]
-        self.tensors = [spec.of(part) for spec, part in zip(specs, parts, strict=True)]
-
-
-class LongReceives:
-    """Receives of the tensors of long messages, begun before their words are there if their length is known.
-
-    Several threads use it. What comes from one rank by one tag comes in order.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._lock = threading.Lock()
-        self._lengths: dict[tuple[int, int], Sequence[int]] = {}  # by source and tag: of the first message
-        self._under_way: defaultdict[tuple[int, int], deque[UnderWay]] = defaultdict(deque)
-
-    def begin(self, source: int, tag: int, count: int) -> None:
-        """``count`` messages are to come from ``source`` by ``tag``."""
-        with self._lock:
-            lengths, begun = self._lengths.get((source, tag)), self._under_way[source, tag]
-            while lengths is not None and len(begun) < count:
-                begun.append(self._begin(source, tag, lengths))
-
-    def receive(self, source: int, tag: int, lengths: Sequence[int]) -> list[Tensor]:
-        """The bytes of the tensors of the next message, which have these lengths."""
-        with self._lock:
-            begun = self._under_way[source, tag]
-            if tag != UNLIKE:
-                self._lengths.setdefault((source, tag), lengths)
-            if not begun:
-                begun.append(self._begin(source, tag, lengths))
-            tensors, waits = begun.popleft()
-        _wait_for_all(waits)
-        return tensors
-
-    def _begin(self, source: int, tag: int, lengths: Sequence[int]) -> UnderWay:
-        assert self.group.pg is not None
-        tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in lengths]
-        return tensors, [_begun(self.group.pg.recv, x, source, tag) for x in tensors if x.numel()]
-
 
 class Connections:
-    """Messages between ranks that only a process group connects."""
+    """Messages between ranks that only a process group connects.
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._sent: list[Handle] = []
-        self._short: list[tuple[Wait, Tensor]] = []  # under way, with nobody to wait for it
-        self._posted: dict[Action, Posted] = {}
-        self._long: set[int] = set()  # the ranks that have sent something long
-        self._free: list[Tensor] = []  # memory for short messages
-        self._long_receives = LongReceives(group)
-        self._lengths: dict[tuple[int, int], list[int]] = {}  # of the first long ones that were sent, by tag
+    ``directions`` are two groups, to higher ranks and to lower ones, whose backend sends what is on a device
+    to ``device`` of the receiver; there are none where the host's memory is the only way.
+    """
 
-    def send(self, to: int, words: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        whole = [x.detach().contiguous().resolve_conj().resolve_neg() for x in tensors]
-        starts, nbytes = places_of([x.nbytes for x in whole])
-        is_short = nbytes <= SHORT_BYTES
-        packet = torch.empty(nbytes if is_short else HEAD_BYTES, dtype=torch.uint8, device="cpu")
-        numbers = packet.view(torch.int64).numpy()
-        numbers[: len(words)] = words
-        if not is_short:
-            tag = self._tag_of(to, words, [x.nbytes for x in whole])
-            numbers[END] = -tag
-            waits = [_begun(self._pg.send, packet, to, WORDS)]
-            waits += [_begun(self._pg.send, x, to, tag) for x in whole if x.numel()]
-            self._await(waits, [packet, *whole], f" to rank {to}")
-            return
-        for x, start in zip(whole, starts, strict=True):
-            packet[start : start + x.nbytes].copy_(_bytes(x))
-        numbers[END], numbers[-1] = nbytes, words[SENT_NS]
-        self._short.append((_begun(self._pg.send, packet, to, WORDS), packet))
-        if len(self._short) > SHORT_SENDS:
-            self._await_short()
+    def __init__(self, group: Group, device: torch.device, directions: Sequence[Group] = ()) -> None:
+        self.group, self.device, self.directions = group, device, directions
+        self._posted: defaultdict[int, deque[Packet]] = defaultdict(deque)  # by source, in order
+        self._kept: list[tuple[Wait, Tensor]] = []  # under way, with nobody to wait for them
+        self._awaited: list[Handle] = []
 
-    def tell(self, words: Sequence[int], seconds: float) -> None:
-        """Send all ranks ``words``, and wait so long at most until they have them."""
-        self._await_short()  # which would hold up what follows, if nobody kept what it sends
-        self._sent, until = [], time.monotonic() + seconds
+    def send(self, to: int, head: MessageHead, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        is_direct = [bool(self.directions) and is_on_device(x) for x in tensors]
+        own = [x.cpu() for x, direct in zip(tensors, is_direct, strict=True) if not direct]
+        starts, end = places_of([x.nbytes for x in own])
+        if rows:
+            end = (NUM_WORDS + len(rows) + 1) * WORD
+        packet = torch.empty(end, dtype=torch.uint8, device="cpu")
+        words = packet.view(torch.int64).numpy()
+        words[: NUM_WORDS - 1], words[NUM_WORDS - 1], words[-1] = head, end, head.sent_ns
+        if rows:
+            words[NUM_WORDS:-1] = rows
+        else:
+            for x, start in zip(own, starts, strict=True):
+                packet[start : start + x.nbytes].copy_(_bytes(x))
+        self._send(self.group, packet, to, PACKETS)
+        for x, direct in zip(tensors, is_direct, strict=True):
+            if direct:
+                self._send(self.directions[to < self.group.rank], x, to, TENSORS)
+        for x in own if rows else ():
+            self._send(self.group, x, to, TENSORS)
+
+    def post(self, source: int, nbytes: int) -> None:
+        """Have memory for the next packet from ``source``."""
+        self._posted[source].append(Packet(self.group.pg, source, nbytes))
+
+    def take(self, source: int, label: str, understand: Understand) -> list[Tensor]:
+        """The bytes of each tensor of the message that was posted first."""
+        packet = self._posted[source].popleft()
+        if packet.comes_soon():
+            packet.wait()
+        else:  # in a thread: a wait of the backend cannot be broken off
+            self.group.run(packet.wait, label)
+        words = packet.words[: packet.words[NUM_WORDS - 1] // WORD].tolist()
+        head = MessageHead(*words[: NUM_WORDS - 1])
+        specs = understand(head, words[NUM_WORDS:-1])
+        is_direct = [bool(self.directions) and spec.on_device for spec in specs]
+        lengths = [0 if direct else spec.nbytes for spec, direct in zip(specs, is_direct, strict=True)]
+        if not head.num_rows and not any(is_direct):
+            starts, _ = places_of(lengths)
+            return [packet.memory[a : a + n] for a, n in zip(starts, lengths, strict=True)]
+        return [
+            self._receive(source, spec, label, is_direct=direct)
+            if direct or head.num_rows
+            else packet.memory[start : start + spec.nbytes]
+            for spec, direct, start in zip(specs, is_direct, places_of(lengths)[0], strict=True)
+        ]
+
+    def flush(self) -> None:
+        """Wait until what was sent may be changed."""
+        self._await_kept()
+        awaited_, self._awaited = self._awaited, []
+        for work in awaited_:
+            self.group.wait(work, ENDING)
+
+    def tell(self, head: MessageHead, seconds: float) -> None:
+        """Send all ranks ``head``, and wait so long at most until they have it."""
+        self._await_kept()  # which would hold up what follows, if nobody kept what it sends
+        self._awaited, until = [], time.monotonic() + seconds
         for rank in range(self.group.size):
             if rank != self.group.rank:
-                self.send(rank, words, [])
-                self._await_short(f" to rank {rank}")
-        for work in self._sent:
+                self.send(rank, head, (), ())
+                self._await_kept(f" to rank {rank}")
+        for work in self._awaited:
             with suppress(TimeoutError):
                 work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
-    def post(self, action: Action, source: int) -> None:
-        memory = self._free.pop() if self._free else torch.empty(SHORT_BYTES, dtype=torch.uint8, device="cpu")
-        tag = _tag(numbers_of(sent_for(action)))
-        self._posted[action] = Posted(self._pg, source, memory, tag)
-        if source in self._long:
-            its = [x for x in self._posted.values() if (x.source, x.tag) == (source, tag) and not x.words]
-            self._long_receives.begin(source, tag, len(its))
-            self._receive_posted(source)
+    def _receive(self, source: int, spec: TensorSpec, label: str, *, is_direct: bool) -> Tensor:
+        group = self.directions[source > self.group.rank] if is_direct else self.group
+        device = self.device if is_direct else torch.device("cpu")
+        x = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+        if x.numel():
+            wait = _begun(group.pg, "recv", x, source, TENSORS)
+            if is_direct:
+                wait()  # the device's stream does
+            else:
+                self.group.run(wait, label)
+        return x
 
-    def take(self, action: Action, source: int, check: Check) -> tuple[list[int], list[Tensor]]:
-        posted = self._posted[action]
-        if posted.work is None and posted.is_short_and_comes_soon():
-            posted.receive(self._long_receives)
-        else:
-            self._receive_posted(source, action)
-            assert posted.work is not None
-            self.group.wait(posted.work, str(action))
-        self._free.append(self._posted.pop(action).memory)
-        if posted.is_long and source not in self._long:
-            self._long.add(source)
-            self._receive_posted(source)
-        check(posted.words, action)
-        return posted.words, posted.tensors
+    def _send(self, group: Group, x: Tensor, to: int, tag: int) -> None:
+        """Send ``x``, and keep it until it is sent; what is long no longer."""
+        if not x.numel():
+            return
+        self._kept.append((_begun(group.pg, "send", x, to, tag), x))
+        if x.nbytes > SHORT_BYTES or len(self._kept) > SHORT_SENDS:
+            self._await_kept(f" to rank {to}")
 
-    def flush(self) -> None:
-        self._await_short()
-        sent, self._sent = self._sent, []
-        for work in sent:
-            self.group.wait(work, ENDING)
-
-    @property
-    def _pg(self) -> Any:
-        assert self.group.pg is not None
-        return self.group.pg
-
-    def _receive_posted(self, source: int, last: Action | None = None) -> None:
-        """A thread receives all that was posted, up to ``last``: what is long, in the order of its sender."""
-        for action, posted in self._posted.items():
-            if posted.source == source and posted.work is None:
-                receive = partial(posted.receive, self._long_receives)
-                posted.work = self.group.start(receive, str(action), f" from rank {source}")
-            if action == last:
-                return
-
-    def _tag_of(self, to: int, words: Sequence[int], lengths: list[int]) -> int:
-        """By which tag the tensors of a long message with these ``words`` travel."""
-        tag = _tag(words[ACTION:NUMBER])
-        is_alike = tag != UNLIKE and self._lengths.setdefault((to, tag), lengths) == lengths
-        return tag if is_alike else UNLIKE
-
-    def _await_short(self, line: str = "") -> None:
-        short, self._short = self._short, []
-        if short:
-            self._await([wait for wait, _ in short], [packet for _, packet in short], line)
-
-    def _await(self, waits: Sequence[Wait], kept: Sequence[Tensor], line: str) -> None:
-        """Keep tensors until they are sent, and not longer."""
-
-        def wait(kept: Sequence[Tensor] = kept) -> None:
-            _wait_for_all(waits)
-
-        self._sent.append(self.group.start(wait, ENDING, line))
+    def _await_kept(self, line: str = "") -> None:
+        kept, self._kept = self._kept, []
+        if kept:
+            self._awaited.append(self.group.start(partial(_wait_for_all, kept), ENDING, line))
 
 
-def _begun(begin: Callable[..., Any], x: Tensor, rank: int, tag: int) -> Wait:
+def _wait_for_all(kept: list[tuple[Wait, Tensor]]) -> None:
+    while kept:
+        kept.pop(0)[0]()
+
+
+def _begun(pg: Any, verb: str, x: Tensor, rank: int, tag: int) -> Wait:
     """Begin to send or to receive; what is returned waits.
 
     If the connection has ended already it raises there: what waits for a message names its rank.
     """
     try:
-        work = awaited(lambda: begin([_bytes(x)], rank, tag), MESSAGE)
+        work = awaited(lambda: getattr(pg, verb)([_bytes(x)], rank, tag), MESSAGE)
     except InstepError as error:
         return raising(error)
     return partial(awaited, work.wait, MESSAGE)
-
-
-def _wait_for_all(waits: Sequence[Wait]) -> None:
-    for wait in waits:
-        wait()
-
-
-def _tag(numbers: Sequence[int]) -> int:
-    """By which the tensors of a long message travel that is of an action with these ``numbers_of``.
-
-    Two kinds may have one tag, if there are more than ``MAX_TIES``: both ends have the same order.
-    """
-    stage, kind, _, tie = numbers
-    return UNLIKE if stage == NO_STAGE else UNLIKE + 1 + (stage * len(KINDS) + kind) * MAX_TIES + tie - NO_TIE
 
 
 def _bytes(x: Tensor) -> Tensor:

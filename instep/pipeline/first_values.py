@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from instep.net.process_group import Group
-from instep.pipeline.home import PipelineHome, hide
+from instep.pipeline.home import PipelineHome, drop_values
 from instep.pipeline.layers import Layer
 from instep.shard.materialise import Init, materialise, prepare
 from instep.step.agreement import broadcast_values
@@ -35,46 +35,55 @@ class FirstOfLayers:
     def fill(self, layers: Sequence[Layer], home: PipelineHome, alike: Group) -> None:
         """Fill what is here; the first of the ranks ``alike``, which have the same, decides. Collective."""
         home.make_room()
-        materialise(self.module, list(_unfilled(self.module, layers, home)), self.init, self.seed)
+        units = list(_unfilled(self.module, layers, home))
+        if self.init is not None or hasattr(self.module, "init_parameter"):
+            units = [unit for unit in units if home.holds(unit.parameters[0])]
+        materialise(self.module, units, self.init, self.seed)
         elsewhere = {id(p) for p in home.parameters if not home.holds(p)}
         broadcast_values(self.module, alike, but=elsewhere)
         home.loaded()
 
 
 @dataclass
-class UnfilledLayer:
-    """Parameters of one layer, and what modules fill together with them; those that are here stay."""
+class UnfilledParameter:
+    """A parameter of a layer called ``name``, to be filled with the others of that; as ``Unfilled`` says."""
 
     name: str
     home: PipelineHome
+    names: list[str]
+    parameters: list[Tensor]
     own_dtype: torch.dtype
-    device: torch.device
-    names: list[str] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
 
     @property
     def shapes(self) -> list[torch.Size]:
-        return [p.shape for p in self.parameters]
+        return [self.home.shape_of(p) for p in self.parameters]
 
     @contextmanager
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
-        for p, value in zip(self.parameters, values, strict=True):
-            p.data = value
+        """Until now it may be absent; if it is elsewhere, it is again at the end."""
+        (p,), (value,) = self.parameters, values
+        self.home.give_room(p)
+        p.data = value
         try:
             yield
         finally:
-            for p in self.parameters:
-                if not self.home.holds(p):
-                    hide(p)
+            if self.home.holds(p):
+                p.data = self.home.empty_like(p).copy_(value)
+            else:
+                drop_values(p)
 
     def keep(self, i: int, values: Tensor) -> None:
-        p = self.parameters[i]
+        (p,) = self.parameters
         if self.home.holds(p):
             p.detach().copy_(values)
 
 
-def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledLayer]:
-    """Of each layer that is here, or has buffers to be filled, one for each dtype."""
+def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledParameter]:
+    """What is in layers that are here or have buffers to be filled, and what modules fill along with it."""
     for layer in layers:
         own = {id(p) for p in layer.module.parameters()}
         no_buffers = all(not x.is_meta for x in layer.module.buffers())
@@ -83,10 +92,6 @@ def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) ->
         for m in module.modules():
             its = {id(p) for p in m.parameters(recurse=False)}
             own |= its if its & own else set()
-        found: dict[torch.dtype, UnfilledLayer] = {}
         for name, p in zip(home.names, home.parameters, strict=True):
             if id(p) in own:
-                unit = found.setdefault(p.dtype, UnfilledLayer(layer.path, home, p.dtype, p.device))
-                unit.names.append(name)
-                unit.parameters.append(p)
-        yield from found.values()
+                yield UnfilledParameter(layer.path, home, [name], [p], p.dtype)

@@ -1,13 +1,12 @@
-"""Where the parameters of a pipeline are: each whole, on the rank of its stage, and nowhere else.
+"""Where the parameters of a pipeline are: each whole on the rank of its stage, absent on all others.
 
-On the other ranks a parameter keeps its name and its shape, since every rank knows the whole model, and takes
-the memory of one NaN. What saves, hashes, compares and counts the state asks ``Home``, as for parameters in
-slices.
+Every rank has all parameters by name. An absent one has no elements and no gradient: a weight of (64, 16)
+has the shape (0, 16) there. An optimizer passes over it, and a layer of another stage cannot be called by
+mistake. What saves, hashes, compares and counts the state asks ``Home`` for its shape.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,14 +27,15 @@ NO_VALUES = (
     "the parameters of this pipeline were on the meta device and have no values yet: call "
     "model.materialise(), or load a state"
 )
+_ABSENT = "instep_absent"  # an attribute, so that a closed pipeline's parameters are known, too
 
 
 class PipelineHome(Home):
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
 
     With ``release`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes
-    have the ranks of one stage. ``before`` is the home that they had in another group: without values then,
-    until a state is put, as those from the meta device are, which come to the device of the mesh.
+    have the ranks of one stage. ``before`` is the home that they had in another group. All are absent then,
+    until a state is put, and so are those from the meta device, which come to the device of the mesh.
     """
 
     resident = False
@@ -52,31 +52,35 @@ class PipelineHome(Home):
     ) -> None:
         self.group, self.everyone, self.replicas = group, everyone, replicas
         self.names, self.parameters = list(named), list(named.values())
+        self._rank_of = {id(p): rank for p, rank in zip(self.parameters, ranks, strict=True)}
         if before is None:  # what has a home is not aligned any more
             align(self.parameters)
-        self.has_values = before is None and not any(p.is_meta for p in self.parameters)
-        self._rank_of = {id(p): rank for p, rank in zip(self.parameters, ranks, strict=True)}
-        self._strides: dict[int, tuple[int, ...]] = (
-            {id(p): dense_strides(p) for p in self.parameters} if before is None else before._strides
-        )
+            self.has_values = not any(p.is_meta for p in self.parameters)
+            self._shapes = {id(p): (p.shape, dense_strides(p)) for p in self.parameters}
+        else:
+            self._shapes = before._shapes
         for p in self.parameters:
             if p.is_meta:
-                become(p, _nan(p, replicas.device))
+                become(p, _nothing(p, replicas.device))
+                setattr(p, _ABSENT, True)
         here = [p for p in self.parameters if self.holds(p)]
-        self.held = [ParameterShard(p, 0, p.numel(), p, p.shape) for p in here]
+        self.held = [ParameterShard(p, 0, self.shape_of(p).numel(), p, self.shape_of(p)) for p in here]
 
     def release(self) -> None:
         """Keep no values of what other ranks have."""
         for p in self.parameters:
             if not self.holds(p):
-                hide(p)
+                drop_values(p)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is on this rank, as one that came later is."""
         return self._rank_of.get(id(parameter), self.group.rank) == self.group.rank
 
+    def shape_of(self, parameter: Tensor) -> torch.Size:
+        return self._shapes[id(parameter)][0]
+
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
-        return self._strides[id(parameter)]
+        return self._shapes[id(parameter)][1]
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         return [self._rank_of[id(parameter)]]
@@ -85,11 +89,21 @@ class PipelineHome(Home):
         """As ``Home`` says: it is whole, here or elsewhere."""
         return int(self.holds(parameter))
 
+    def empty_like(self, parameter: Tensor) -> Tensor:
+        """Memory for all of ``parameter``."""
+        shape, strides = self._shapes[id(parameter)]
+        return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
+
     def make_room(self) -> None:
         """As ``Home`` says: what has come to this rank from another one gets memory."""
-        for p in (x.parameter for x in self.held):
-            if is_hidden(p):
-                p.data = torch.empty_strided(p.shape, self.strides_of(p), dtype=p.dtype, device=p.device)
+        for x in self.held:
+            self.give_room(x.parameter)
+
+    def give_room(self, parameter: Tensor) -> None:
+        """``parameter`` has memory for all its values, if it was absent."""
+        if is_absent(parameter):
+            parameter.data = self.empty_like(parameter)
+            setattr(parameter, _ABSENT, False)
 
     def loaded(self) -> None:
         self.has_values = True
@@ -102,7 +116,9 @@ class PipelineHome(Home):
         """
         if not self.has_values:
             raise ValueError(NO_VALUES)
-        found = parameter.detach().clone(memory_format=torch.contiguous_format)
+        found = torch.empty(self.shape_of(parameter), dtype=parameter.dtype, device=parameter.device)
+        if self.holds(parameter):
+            found.copy_(parameter.detach())
         rank = self._rank_of[id(parameter)]
         self.group.broadcast(found.view(-1).view(torch.uint8), "the gathering of a state dict", root=rank)
         return found
@@ -125,34 +141,43 @@ class PipelineHome(Home):
         """Hold no values, and no memory, until the parameters have another home."""
         self.has_values = False
         for p in self.parameters:
-            hide(p)
+            drop_values(p)
 
 
-def is_hidden(p: Tensor) -> bool:
-    """Whether ``p`` shows one number in the place of its values."""
-    return p.untyped_storage().nbytes() < p.numel() * p.element_size()
+def is_absent(p: Tensor) -> bool:
+    """Whether the values of ``p`` are on another rank, or nowhere yet."""
+    return bool(getattr(p, _ABSENT, False))
 
 
-def hide(p: Tensor) -> None:
-    """Let the memory of ``p`` go."""
+def drop_values(p: Tensor) -> None:
+    """``p`` is absent from now on: its memory is free."""
     with torch.no_grad():
-        p.data = _nan(p, p.device)
+        p.data = _nothing(p, p.device)
+    setattr(p, _ABSENT, True)
 
 
-def _nan(p: Tensor, device: torch.device) -> Tensor:
-    """In the place of values, or a zero, where the dtype has none."""
-    shown = math.nan if p.is_floating_point() or p.is_complex() else 0
-    return torch.full((), shown, dtype=p.dtype, device=device).expand(p.shape)
+def _nothing(p: Tensor, device: torch.device) -> Tensor:
+    """No elements, and as many dimensions: optimizers' groups are often made by them."""
+    return torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=device)
 
 
-def guard_state_dicts(module: nn.Module, home: PipelineHome) -> list[RemovableHandle]:
-    """From now on ``module`` neither gives nor takes, in a state dict, what is on another rank."""
+def guard(module: nn.Module, home: PipelineHome) -> list[RemovableHandle]:
+    """From now on no layer of another rank is called, and no state dict has or loads its parameters."""
     give, take = Hook(partial(_require_values, home)), Hook(partial(_refuse_values, home))
-    return [
-        handle
-        for m in module.modules()
-        for handle in (m.register_state_dict_post_hook(give), m.register_load_state_dict_pre_hook(take))
-    ]
+    handles = []
+    for m in module.modules():
+        handles += [m.register_state_dict_post_hook(give), m.register_load_state_dict_pre_hook(take)]
+        if not all(map(home.holds, m.parameters(recurse=False))):
+            handles.append(m.register_forward_pre_hook(_require_here))
+    return handles
+
+
+def _require_here(module: nn.Module, _: Any) -> None:
+    if any(is_absent(p) for p in module.parameters(recurse=False)):
+        raise RuntimeError(
+            f"a layer of a pipeline, {type(module).__name__}, was called, whose weights are on another rank: "
+            "train with model.step(), and call the Pipeline itself to evaluate"
+        )
 
 
 def _require_values(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from instep.rng.keys import is_block
+
+Place: TypeAlias = tuple[dict[str, Any], str, Any, nn.Parameter]
+"""A module's parameters, the name of one, itself, and what is used in its place."""
 
 
 class Layer(NamedTuple):
@@ -87,9 +91,23 @@ class Layers(nn.Module):
             found = layer.call(*found) if isinstance(found, tuple) else layer.call(found)
         return found
 
-    def replace(self, old: Tensor, new: Any) -> None:
-        """Parameter ``old`` is ``new`` from now on, wherever it is used."""
-        for module in self.modules():
-            for key, p in module._parameters.items():
-                if p is old:
-                    module._parameters[key] = new
+    def places(self, instead: Mapping[int, nn.Parameter]) -> list[Place]:
+        """Where parameters stand that have others ``instead``, by their identity."""
+        return [
+            (kept, key, p, instead[id(p)])
+            for kept in (module._parameters for module in self.modules())
+            for key, p in kept.items()
+            if id(p) in instead
+        ]
+
+
+@contextmanager
+def replaced(places: Sequence[Place]) -> Iterator[None]:
+    """Inside, layers use the others."""
+    for kept, key, _, other in places:
+        kept[key] = other
+    try:
+        yield
+    finally:
+        for kept, key, own, _ in places:
+            kept[key] = own

@@ -1,8 +1,17 @@
-"""What a message between stages says of itself: a line of words, with a row for each of its tensors."""
+"""What a message between stages says of itself: a head of words, and in the first step a row per tensor.
+
+A *route* is all that one rank sends another for one stage and kind of action. What travels there looks alike
+in all micro-batches and steps, so it is described in the first step alone:
+
+    first step     | head | row per tensor |     | tensors |
+    later steps    | head | tensors |            in memory that was there before they came
+
+A tensor may be None now and then; one that never came before is described when it comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -13,42 +22,65 @@ from instep.memory import ALIGN_BYTES
 from instep.mesh.axes import round_up
 from instep.pipeline.actions import SENDS, Action
 from instep.pipeline.communication import send_of
+from instep.state.homes import dense_strides, with_strides
 
 MAX_TENSORS, MAX_DIMS = 16, 8
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-VERSION = 5
-# Version, whether the sender has left the step, step, its number of micro-batches, identity and position of
-# their data; of the action stage, kind, micro-batch and tie; a number that goes along, when it was sent,
-# where a short message ends, in bytes (its last word says again when it was sent), or by which tag, negated,
-# the tensors of a long one follow; number of tensors.
-FIELDS = 14
-LEFT, ACTION, NUMBER, SENT_NS, END = 1, 6, 10, 11, 12
-STAYS, LEAVES, GONE = range(3)  # what word LEFT says: LEAVES comes to the end of the step, GONE does not
-# Of a tensor: whether it is there, and needs a gradient; whether it is on the rank's own device, and not on
-# the CPU; dtype, number of dimensions, shape, strides.
-ROW = 4 + 2 * MAX_DIMS
-ABSENT, CONSTANT, TRAINED = range(3)  # an input without a gradient, say, is absent
-NUM_WORDS = FIELDS + MAX_TENSORS * ROW
+VERSION = 6
+STAYS, LEAVES, GONE = range(3)  # LEAVES comes to the end of the step, GONE does not
+ROW = 3 + 2 * MAX_DIMS  # words of a tensor: whether it is on a device, dtype, number of dims, shape, strides
 WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
-HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
 VALUES = "VALUES"  # the kind of a message that is no part of a schedule: both ends name it alike
 KINDS = (*SENDS, VALUES)
 EVALUATION = -1  # in the place of a step
 NO_STAGE = -1  # of what goes through an evaluation
 ENDING = "the end of a pipeline's step"
 
-Check: TypeAlias = Callable[[Sequence[int], Action], None]
-"""Raises if the words are not those that an action waits for."""
+
+class MessageHead(NamedTuple):
+    """The words that every message begins with."""
+
+    version: int
+    left: int  # one of STAYS, LEAVES, GONE
+    step: int
+    num_micro_batches: int
+    data_identity: int
+    data_position: int
+    stage: int
+    kind: int  # in KINDS
+    micro_batch: int
+    tie: int
+    number: int = 0  # which goes along
+    sent_ns: int = 0
+    num_tensors: int = 0
+    there: int = 0  # bit i: tensor i is not None
+    trained: int = 0  # bit i: it requires a gradient
+    num_rows: int = 0  # that follow
+
+    @property
+    def action(self) -> str:
+        """What the sender calls it."""
+        kind = KINDS[self.kind] if 0 <= self.kind < len(KINDS) else f" kind {self.kind} "
+        return str(Action(self.stage, kind, self.micro_batch, self.tie))
+
+
+NUM_KEYS = MessageHead._fields.index("number")  # of the words that say what it is
+SENT_NS = MessageHead._fields.index("sent_ns")
+NUM_WORDS = len(MessageHead._fields) + 1  # behind the head, in a packet, how long it is
+HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
+FIRST_BYTES = HEAD_BYTES + round_up((MAX_TENSORS * ROW + 1) * WORD, ALIGN)
 
 
 class TensorSpec(NamedTuple):
-    """What there is to know of a tensor before it comes."""
+    """How a tensor looks."""
 
+    on_device: bool  # that of each rank, and not the CPU
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]  # what is computed from a transposed tensor has other last bits
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +88,102 @@ class TensorSpec(NamedTuple):
 
     def of(self, part: Tensor) -> Tensor:
         """``part``, its bytes, as such a tensor."""
-        return part.view(self.dtype).view(self.shape)
+        return part.view(self.dtype).as_strided(self.shape, self.strides)
+
+    def row(self) -> list[int]:
+        left = [0] * (MAX_DIMS - len(self.shape))
+        head = [int(self.on_device), DTYPES.index(self.dtype), len(self.shape)]
+        return [*head, *self.shape, *left, *self.strides, *left]
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> TensorSpec:
+        on_device, dtype, ndim, *rest = row
+        return cls(
+            bool(on_device), DTYPES[dtype], tuple(rest[:ndim]), tuple(rest[MAX_DIMS : MAX_DIMS + ndim])
+        )
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+Described: TypeAlias = tuple[int, int, list[int], list[Tensor]]
+"""``there`` and ``trained`` as in a head, rows, tensors."""
+
+
+class Route:
+    """How tensors look that travel between two ranks, by their place in a message; None: not known yet.
+
+    ``specs`` were described last, ``fixed`` are those that both ends knew when the step began.
+    """
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec | None] = [None] * MAX_TENSORS
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins, for both ends."""
+        self.fixed = list(self.specs)
+        # Of one packet: the memory that a receive is posted with.
+        sizes = (round_up(spec.nbytes, ALIGN) for spec in self.fixed if spec is not None)
+        self.packet_bytes = max(FIRST_BYTES, HEAD_BYTES + sum(sizes) + WORD)
+
+    def describe(self, action: Action, tensors: Sequence[Tensor | None]) -> Described:
+        """How ``tensors`` are sent as ``action``: which are there and trained, rows unless all look as both
+        ends know, and those that are there, each as one row in the order of its memory.
+
+        Raises:
+            TypeError, ValueError: they cannot be sent, or have other shapes than the first ones.
+        """
+        there = trained = 0
+        found: dict[int, tuple[TensorSpec, Tensor]] = {}
+        for i, x in enumerate(tensors):
+            if x is None:
+                continue
+            if not isinstance(x, Tensor) or x.dtype not in DTYPES or i >= MAX_TENSORS or x.ndim > MAX_DIMS:
+                raise _not_sendable(action, tensors)
+            there |= 1 << i
+            trained |= int(x.requires_grad) << i
+            x = x.detach()
+            if not x.is_contiguous():
+                x = with_strides(x, dense_strides(x))
+            spec, known = TensorSpec(is_on_device(x), x.dtype, tuple(x.shape), x.stride()), self.specs[i]
+            if known is not None and spec[:3] != known[:3] and action.stage != NO_STAGE:
+                raise ValueError(
+                    f"{action}: stage {action.stage} sends a tensor of {spec}, and the first micro-batch had "
+                    f"{known}: what goes between stages has the same shape in every micro-batch: pad the "
+                    "inputs, or what this stage gives"
+                )
+            found[i] = spec, x
+        rows: list[int] = []
+        if action.stage == NO_STAGE or any(self.fixed[i] != spec for i, (spec, _) in found.items()):
+            for i, (spec, _) in found.items():
+                self.specs[i] = spec
+                rows += spec.row()
+        return there, trained, rows, [x.as_strided((x.numel(),), (1,)) for _, x in found.values()]
+
+    def understand(self, head: MessageHead, rows: Sequence[int]) -> list[TensorSpec]:
+        """The specs of the tensors that are there."""
+        places = [i for i in range(head.num_tensors) if head.there >> i & 1]
+        for k, i in enumerate(places if head.num_rows else ()):
+            self.specs[i] = TensorSpec.from_row(rows[k * ROW : (k + 1) * ROW])
+        known = self.specs if head.num_rows else self.fixed
+        return [spec for i in places if (spec := known[i]) is not None]
+
+
+def is_on_device(x: Tensor) -> bool:
+    return not x.is_cpu
+
+
+def _not_sendable(action: Action, tensors: Sequence[object]) -> Exception:
+    listed = ", ".join(
+        f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in tensors
+    )
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    return TypeError(
+        f"{action}: expected from stage {action.stage} to the next at most {MAX_TENSORS} tensors, or None, "
+        f"of at most {MAX_DIMS} dimensions and of {known}, got {listed}: cut elsewhere, or let the next "
+        "layer make or convert it"
+    )
 
 
 def sent_for(action: Action) -> Action:
@@ -64,67 +191,12 @@ def sent_for(action: Action) -> Action:
     return action if action.kind == VALUES else send_of(action)
 
 
-def numbers_of(action: Action) -> list[int]:
-    return [action.stage, KINDS.index(action.kind), action.micro_batch, action.tie]
-
-
-def rows_for(action: Action, tensors: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> list[int]:
-    """``dense`` are the ``tensors`` with the strides that they are sent with."""
-    there = [x for x in tensors if x is not None]
-    if others := [x for x in there if x.dtype not in DTYPES]:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(
-            f"{action}: expected tensors of {known} between two stages, got {others[0].dtype}: cut "
-            "elsewhere, or convert it before and after"
-        )
-    if len(tensors) > MAX_TENSORS or any(x.ndim > MAX_DIMS for x in there):
-        listed = ", ".join("None" if x is None else f"{x.dtype} {tuple(x.shape)}" for x in tensors)
-        raise ValueError(
-            f"{action}: expected at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions between two "
-            f"stages, got {listed}: cut elsewhere, or pack them into fewer"
-        )
-    words = []
-    for x, its in zip(tensors, dense, strict=True):
-        if x is None or its is None:
-            words += [ABSENT] + [0] * (ROW - 1)
-        else:
-            state, left = TRAINED if x.requires_grad else CONSTANT, [0] * (MAX_DIMS - x.ndim)
-            here, dtype = int(_is_on_device(x)), DTYPES.index(x.dtype)
-            words += [state, here, dtype, x.ndim, *x.shape, *left, *its.stride(), *left]
-    return words
-
-
-def _is_on_device(x: Tensor) -> bool:
-    return not x.is_cpu
-
-
-def specs_of(words: Sequence[int]) -> list[TensorSpec]:
-    """Of the tensors that are there."""
-    rows = [row[2:] for row in _rows_of(words) if row[0] != ABSENT]
-    return [TensorSpec(DTYPES[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in rows]
-
-
-def as_sent(
-    words: Sequence[int], contiguous: Sequence[Tensor], device: torch.device
-) -> Iterator[Tensor | None]:
-    """All tensors of a message: those that are there as they were sent."""
-    found = iter(contiguous)
-    for state, is_on_device, *row in _rows_of(words):
-        if state == ABSENT:
-            yield None
-        else:
-            x = next(found)
-            x = x.to(device) if is_on_device else x
-            strides = row[2 + MAX_DIMS : 2 + MAX_DIMS + x.ndim]
-            yield x.as_strided(x.shape, strides).requires_grad_(state == TRAINED)
-
-
-def _rows_of(words: Sequence[int]) -> list[Sequence[int]]:
-    return [words[FIELDS + i * ROW : FIELDS + (i + 1) * ROW] for i in range(words[FIELDS - 1])]
+def numbers_of(action: Action) -> tuple[int, int, int, int]:
+    return action.stage, KINDS.index(action.kind), action.micro_batch, action.tie
 
 
 def places_of(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor of a message begins, after its words, and where its last word ends, in bytes."""
+    """Where each tensor of a packet begins, and where its last word ends, in bytes."""
     starts, end = [], HEAD_BYTES
     for nbytes in lengths:
         starts.append(end)

@@ -23,7 +23,7 @@ from instep.memory import as_bytes
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.home import PipelineHome
-from instep.pipeline.layers import Layer, Layers, numbered_blocks
+from instep.pipeline.layers import Layer, Layers, numbered_blocks, replaced
 from instep.pipeline.runtime import StepTask
 from instep.pipeline.stage import Stage
 from instep.rng.keys import LeafKeys
@@ -93,17 +93,13 @@ class PipelineTrial:
     @contextmanager
     def _whole(self) -> Iterator[WholeModel]:
         """All layers, with values. Collective."""
-        whole = WholeModel(Layers(self.layers), {})
+        instead: dict[int, nn.Parameter] = {}
         for p in self.home.parameters:
             own = with_strides(self.home.fetch(p), self.home.strides_of(p))
-            whole.instead[id(p)] = p, nn.Parameter(own, p.requires_grad)
-        try:
-            for p, alias in whole.instead.values():
-                whole.layers.replace(p, alias)
-            yield whole
-        finally:
-            for p, alias in whole.instead.values():
-                whole.layers.replace(alias, p)
+            instead[id(p)] = nn.Parameter(own, p.requires_grad)
+        layers = Layers(self.layers)
+        with replaced(layers.places(instead)):
+            yield WholeModel(layers, instead)
 
 
 @dataclass
@@ -111,7 +107,7 @@ class WholeModel:
     """``layers``, in which others stand ``instead`` of parameters, by their identity."""
 
     layers: Layers
-    instead: dict[int, tuple[Tensor, nn.Parameter]]
+    instead: dict[int, nn.Parameter]
 
     @property
     def device(self) -> torch.device:
@@ -130,9 +126,9 @@ class WholeModel:
             if loss.requires_grad:
                 with torch.autocast(self.device.type, enabled=False):
                     loss.backward()
-        found = [self.instead[id(p)][1].grad for p in parameters]
-        for _, alias in self.instead.values():
-            alias.grad = None
+        found = [self.instead[id(p)].grad for p in parameters]
+        for other in self.instead.values():
+            other.grad = None
         return micro_batch.checked_weight(), found
 
 

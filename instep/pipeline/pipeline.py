@@ -10,7 +10,7 @@ Each stage's gradients are reduced over the ranks that have the same stage, alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,14 +28,11 @@ from instep.pipeline.actions import Action, Schedule
 from instep.pipeline.channel import StageChannel
 from instep.pipeline.check import check
 from instep.pipeline.communication import programs
-from instep.pipeline.cuts import ADAM, LAYERS
+from instep.pipeline.cuts import LAYERS, edges_of
 from instep.pipeline.first_values import FirstOfLayers
-from instep.pipeline.home import NO_VALUES, PipelineHome, guard_state_dicts, is_hidden
-from instep.pipeline.layer_costs import Cutter
+from instep.pipeline.home import NO_VALUES, PipelineHome, guard, is_absent
 from instep.pipeline.layers import Layer, Layers, layers_of, numbered_blocks
 from instep.pipeline.one_process import PipelineTrial
-from instep.pipeline.proposal import CutProposal
-from instep.pipeline.remote_gradients import RemoteGradients
 from instep.pipeline.runtime import (
     Executor,
     Inputs,
@@ -47,23 +44,24 @@ from instep.pipeline.runtime import (
     read_in_order,
 )
 from instep.pipeline.stage import Stage
+from instep.pipeline.stage_gradients import StageGradients
 from instep.pipeline.tied import TiedParameters, ties_of
 from instep.reduce.node_format import NodeFormat
-from instep.replicate.own_names import OwnNames
+from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.strategies import find
 from instep.shard.materialise import Init
 from instep.state import homes
 from instep.state.homes import Wrapped
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, count_and_source
-from instep.step.nesting import WrappedOnce, require_unwrapped
+from instep.step.nesting import WrappedOnce, require_supported
 from instep.step.reduction import ReductionOptions, StepPlan
 from instep.verify.gradient_report import Report
 
 Closed = TypeVar("Closed", Group, Stage)
 
 
-class Pipeline(WrappedOnce, OwnNames):
+class Pipeline(WrappedOnce, ModuleProxy):
     """Trains a model in stages: each rank along the mesh's axis ``pp`` has some of the layers.
 
     A step is one call, in which every rank does its part of a schedule. It is a declared step: gradients, and
@@ -72,9 +70,10 @@ class Pipeline(WrappedOnce, OwnNames):
     gives the same bits, but for the dropout of layers that are no blocks (``rng_block = True``).
 
     At construction ranks compare their models and take those of the first one; then each gives back the
-    memory of the layers that others have. Their parameters stay there by name, and show NaN. After a step
-    ``.grad`` of this rank's parameters is the mean over all micro-batches, and of the others a placeholder,
-    which ``instep.clip_grad_norm_`` and a ``GradScaler`` understand, and ``optimizer.step()`` passes over.
+    memory of the layers that others have. Their parameters stay there by name, without elements: of shape
+    (0, 16) instead of (64, 16). After a step ``.grad`` of this rank's parameters is the mean over all
+    micro-batches, and of the others None, so that ``optimizer.step()`` steps this stage.
+    ``instep.clip_grad_norm_`` clips by the norm over all stages.
 
     Args:
         layers: an ``nn.Sequential``, a list of modules, or a module with a method ``pipeline_layers()``,
@@ -86,12 +85,8 @@ class Pipeline(WrappedOnce, OwnNames):
             your own, a row of actions per rank, as ``str`` of a schedule prints it.
         micro_batches: G of each step, unless ``step`` is given data; the bits depend on it.
         chunks: stages per rank, of "interleaved", by default 2; any other schedule says that itself.
-        cuts: where stages begin: the first layer of each but the first; or "layers", about as many in each,
-            "cost", so that a step takes least, or "memory", so that the rank that holds most holds least.
-        example: what the first layer is called with for one micro-batch, a tuple for several arguments, to
-            measure layers by; the first rank does. For cuts by "cost" and "memory", and ``propose_cuts``.
-        example_loss: the loss of what the last layer gives for ``example``, if that is to be measured, too.
-        moments: numbers that the optimizer keeps per weight, for cuts by "memory": 2 of Adam, 0 of plain SGD.
+        cuts: "layers", about as many in each stage; "cost", about as many parameters; or a list with the
+            first layer of each stage but the first.
         strategy, bucket_cap_mb, nodes, rounding, find_unused_parameters, seed: as for ``DataParallel``.
 
     Raises:
@@ -128,9 +123,6 @@ class Pipeline(WrappedOnce, OwnNames):
         *,
         chunks: int | None = None,
         cuts: str | Sequence[int] = LAYERS,
-        example: Any = None,
-        example_loss: Callable[[Any], Tensor] | None = None,
-        moments: int = ADAM,
         strategy: str = "bucketed",
         bucket_cap_mb: float = 25,
         nodes: str = "float32",
@@ -146,7 +138,7 @@ class Pipeline(WrappedOnce, OwnNames):
         super().__init__(layers if isinstance(layers, nn.Module) else nn.ModuleList(layers))
         self.schedule, self._num_micro_batches, self.next_step = schedule, micro_batches, 0
         self._chunks, self._seed = chunks, seed
-        self._cutter = Cutter(cuts, example, example_loss, moments)
+        self._cuts = cuts if isinstance(cuts, str) else list(cuts)
         self._options = ReductionOptions(
             find(strategy),
             bucket_cap_mb,
@@ -158,6 +150,7 @@ class Pipeline(WrappedOnce, OwnNames):
         self._first_values: FirstOfLayers | None = None  # of parameters from the meta device
         self._is_unfilled = any(p.is_meta for p in self.module.parameters())
         self._bind(_mesh_with_stages(mesh))
+        self._constructed()
 
     def _bind(self, mesh: Mesh) -> None:
         """Take part in ``mesh``. Collective. Where it fails, parameters have the values that they had."""
@@ -165,31 +158,33 @@ class Pipeline(WrappedOnce, OwnNames):
         with ExitStack() as stack:
             self.group = _closed_by(stack, mesh.world.duplicate())
             self._pp_group = _closed_by(stack, mesh.along["pp"].duplicate())
-            self._layers, schedule = all_or_none(
+            self._layers, schedule, self._edges = all_or_none(
                 self.group, "the preparation of pipelines", self._prepare, errors=(ValueError, TypeError)
             )
             if self.home is None:
                 agree_on_structure(self.module, self._described(), self.group)
                 broadcast_values(self.module, self.group)
-            self._edges = self._cutter.edges(
-                self.module, self._layers, schedule, self.group, is_whole=isinstance(mesh, UnrankedMesh)
-            )
             self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
             self._stage_ranks = ranks = schedule.stage_ranks
-            self._channel = StageChannel(self._pp_group, mesh.device)
+            # By NCCL, messages of each direction have a group of their own (``connections.py``).
+            num_ways = 2 * (self._pp_group.backend == "nccl" and mesh.device.type == "cuda")
+            ways = [_closed_by(stack, mesh.along["pp"].duplicate()) for _ in range(num_ways)]
+            self._channel = StageChannel(self._pp_group, mesh.device, ways)
             self._programs: dict[int, Sequence[Action]] = {}  # by the number of micro-batches: this rank's
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)
-            owners = [ranks[stages[0]] for _, _, stages in used]
+            owners = [ranks[stages[0]] for _, stages in used]
             home = PipelineHome(self._pp_group, self.group, mesh, named, owners, self.home)
             homes.settle(home)
             stack.callback(homes.leave, home)
+            if not home.has_values and not isinstance(mesh, UnrankedMesh):
+                home.make_room()
             self._tied = TiedParameters(used, ranks, self._pp_group.rank, home, self._channel)
             if self._tied.ties:  # of which it is the model that knows
                 tied = partial(check, replace(schedule, ties=self._tied.ties))
                 all_or_none(self.group, "the schedule of pipelines", tied, errors=(ValueError,))
-            self._remote_gradients = RemoteGradients(home, self.recorder)
-            self._guards = guard_state_dicts(self.module, home)
+            self._gradients = StageGradients(home, self.recorder)
+            self._guards = guard(self.module, home)
             for handle in self._guards:
                 stack.callback(handle.remove)
             self._stages = self._make_stages(stack)
@@ -198,9 +193,9 @@ class Pipeline(WrappedOnce, OwnNames):
         home.release()
         self.home, self._is_closed = home, False
 
-    def _prepare(self) -> tuple[list[Layer], Schedule]:
-        """The layers, and a schedule with the stages; what this rank may refuse."""
-        require_unwrapped(self.module)
+    def _prepare(self) -> tuple[list[Layer], Schedule, list[int]]:
+        """The layers, a schedule with the stages, and the cut; what this rank may refuse."""
+        require_supported(self.module)
         for name, p in self.module.named_parameters():
             if (there := homes.home(p)) is not None and there.replicas is None:
                 raise ValueError(
@@ -208,18 +203,26 @@ class Pipeline(WrappedOnce, OwnNames):
                     "fully_shard has not divided, and divide its optimizer's state with "
                     "instep.ShardedOptimizer"
                 )
-            if self.home is None and is_hidden(p):
+            if self.home is None and (is_absent(p) or not (there is None or there.has_values)):
                 raise ValueError(
                     f"parameter {name!r} has no values here, as another pipeline had it on another rank: "
                     "make the model anew, and load its values"
                 )
+        for name, m in self.module.named_modules():
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
+                raise ValueError(f"{name!r} has sparse=True: gradients travel dense, so pass sparse=False")
         from_meta = {p.is_meta for p in self.module.parameters()}
         if len(from_meta) > 1:
             raise ValueError(
                 "some parameters are on the meta device, and others are not: make the whole model there, and "
                 "fill it with materialise(), or give all of them values before the pipeline is made"
             )
-        return layers_of(self.module), self._schedule_of(None)
+        layers, schedule = layers_of(self.module), self._schedule_of(None)
+        if self.home is None:
+            self._sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers]
+        # One stage, until there are ranks.
+        cuts = LAYERS if isinstance(self.mesh, UnrankedMesh) else self._cuts
+        return layers, schedule, edges_of(cuts, self._sizes, schedule.num_stages)
 
     def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
         """That of a step with so many micro-batches in this pipeline."""
@@ -247,7 +250,8 @@ class Pipeline(WrappedOnce, OwnNames):
         """Those of this rank, which ``stack`` closes."""
         blocks = numbered_blocks(self.module, self._layers)
         stages = {}
-        for number, part in enumerate(self._parts):
+        is_later = isinstance(self.mesh, UnrankedMesh) and self._is_unfilled  # when there are ranks
+        for number, part in enumerate([] if is_later else self._parts):
             if self._stage_ranks[number] == self._pp_group.rank:
                 stages[number] = Stage(
                     number,
@@ -255,11 +259,10 @@ class Pipeline(WrappedOnce, OwnNames):
                     _closed_by(stack, self.mesh.data.duplicate()),
                     self.recorder,
                     self._options,
-                    model=self.module,
                     seed=self._seed,
                     blocks=blocks,
-                    tied_copies=self._tied.copies(number),
-                    tied_owners=self._tied.owners(number),
+                    tied=self._tied,
+                    refusal=self._gradients.refusal,
                 )
                 _closed_by(stack, stages[number])
         return stages
@@ -270,7 +273,7 @@ class Pipeline(WrappedOnce, OwnNames):
             "schedule": self.schedule,
             "micro_batches": self._num_micro_batches,
             "chunks": self._chunks,
-            **self._cutter.described(),
+            "cuts": self._cuts,
             "strategy": self._strategy,
             "nodes": str(self._options.nodes),
             "seed": self._seed,
@@ -317,7 +320,7 @@ class Pipeline(WrappedOnce, OwnNames):
         if source is not None:
             source.advance()
         self.next_step = step + 1
-        self._remote_gradients.stand_in()
+        self._gradients.settled()
         return losses
 
     def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
@@ -453,7 +456,7 @@ class Pipeline(WrappedOnce, OwnNames):
             raise ValueError(NO_VALUES)
         self._first_values.fill(self._layers, self.home, self.mesh.data.group)
 
-    def forward(self, *values: Any) -> Any:
+    def __call__(self, *values: Any) -> Any:
         """What the model gives for ``values``, which are the same on all ranks of a pipeline, on all of them.
 
         Without gradients: for evaluation. Collective.
@@ -466,36 +469,6 @@ class Pipeline(WrappedOnce, OwnNames):
         self._require_usable()
         found = evaluate(self._stages, self._stage_ranks, self._channel, self._tied, values)
         return found[0] if len(found) == 1 else found
-
-    def propose_cuts(self, steps: int = 20) -> CutProposal:
-        """Where this pipeline had better be cut, by what the last ``steps`` steps have taken. Collective.
-
-        What each rank took, in its timeline, against the measured costs of its layers says how fast it is;
-        then the simulator tries other cuts. To follow it, make the pipeline with ``cuts=`` what is
-        ``proposed``: the bits stay the same.
-
-        Args:
-            steps: how many of the last ones count; the first of them does not, if there are others.
-
-        Returns:
-            ``CutProposal``: the cut proposed, and what a step takes, measured and predicted. Alike on all
-            ranks.
-
-        Raises:
-            ValueError: the pipeline was made without ``example``, or no step has ended.
-            PeerLost: a rank did not come.
-
-        Example:
-            >>> model = instep.Pipeline(torch.nn.Sequential(torch.nn.Linear(8, 1)), mesh, example=x[:4])
-            >>> optimizer = torch.optim.AdamW(model.parameters())
-            >>> losses = model.step(lambda output, one: output.mean(), lambda one: x[:4], data=2)
-            >>> optimizer.step()
-            >>> model.propose_cuts().proposed
-            ()
-        """
-        return self._cutter.propose(
-            self._edges, self._schedule_of, self.recorder.last_steps(steps), self.group, self._pp_group.rank
-        )
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -520,8 +493,10 @@ class Pipeline(WrappedOnce, OwnNames):
             stage.close()
         for handle in self._guards:
             handle.remove()
-        self._pp_group.close()
-        self.group.close()
+        if self.home is not None and not self.home.has_values:
+            self.home.vacate()
+        for group in (*self._channel.directions, self._pp_group, self.group):
+            group.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(

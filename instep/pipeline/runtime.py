@@ -3,9 +3,9 @@ a step, to which all ranks of a pipeline come, or none."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,12 +35,10 @@ from instep.pipeline.communication import SENT, next_stage, send_of
 from instep.pipeline.message_words import DTYPES, ENDING, EVALUATION
 from instep.pipeline.stage import Gradients, Stage, Values
 from instep.pipeline.tied import TiedParameters
-from instep.rng.attributes import reached, within
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.reduction import StepPlan
 from instep.step.running_statistics import running_buffers
 
-DEPTH = 3  # in which modules are looked for that a function has at hand
 END_BYTES = 1 << 32  # at most, of what one rank tells at the end of a step: running statistics
 Losses: TypeAlias = Mapping[int, Tensor]
 """Of the last stage, by micro-batch."""
@@ -111,38 +109,26 @@ class Executor:
     def execute(self, plan: StepPlan, program: Callable[[], Sequence[Action]]) -> Losses:
         """Do what ``program()`` says (see ``pipeline/communication.py``), and reduce gradients by ``plan``;
         the losses in order. The other ranks are told if it fails."""
-        try:
-            data = plan.data_identity, plan.data_position
-            self.channel.begin(self.task.step, plan.num_leaves, data)
+        data = plan.data_identity, plan.data_position
+        with self.channel.begun(self.task.step, plan.num_leaves, data), ExitStack() as stack:
             with _waits(self.recorder):
                 self.tied.refresh()
-            with ExitStack() as stack:
-                for stage in self.stages.values():
-                    stack.enter_context(stage.begun(plan))
-                actions = program() if self.task.own else ()
-                left = Counter(action.micro_batch for action in actions)
-                for action in actions:
-                    with self._named(action):
-                        self._execute[action.kind](action)
-                    left[action.micro_batch] -= 1
-                    if not left[action.micro_batch]:
-                        self._known.pop(action.micro_batch, None)
-                with _waits(self.recorder):
-                    self.channel.flush()
-        except BaseException as error:
-            self.channel.leave(error)
-            raise
+            for stage in self.stages.values():
+                stack.enter_context(stage.begun(plan))
+            actions = program() if self.task.own else ()
+            last = {action.micro_batch: i for i, action in enumerate(actions)}
+            for i, action in enumerate(actions):
+                try:
+                    self._execute[action.kind](action)
+                except Exception as error:
+                    leaf = self.task.own[action.micro_batch]
+                    error.add_note(f"in {action}, of micro-batch {leaf}, in stage {action.stage}")
+                    raise
+                if last[action.micro_batch] == i:
+                    self._known.pop(action.micro_batch, None)
+            with _waits(self.recorder):
+                self.channel.flush()
         return {leaf: self._losses[leaf] for leaf in self.task.own if self._losses}
-
-    @contextmanager
-    def _named(self, action: Action) -> Iterator[None]:
-        """An error inside says where it was."""
-        try:
-            yield
-        except Exception as error:
-            leaf = self.task.own[action.micro_batch]
-            error.add_note(f"in {action}, of micro-batch {leaf}, in stage {action.stage}")
-            raise
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = self._of(action)
@@ -150,11 +136,10 @@ class Executor:
             given = self.task.inputs(micro_batch)
             values = given if isinstance(given, tuple) else (given,)
         else:
-            made = self._result(
-                action._replace(stage=action.stage - 1), action._replace(kind=RECEIVE_FORWARD)
-            )
+            before = Action(action.stage - 1, FORWARD, action.micro_batch)
+            made = self._result(before, Action(action.stage, RECEIVE_FORWARD, action.micro_batch))
             values = tuple(
-                x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in made
+                [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in made]
             )
         if action.stage < self._last_stage:
             self._made[action] = stage.forward(micro_batch, values)
@@ -167,11 +152,11 @@ class Executor:
     def _require_inside(self, stage: Stage) -> None:
         """Raise ``ValueError`` for what ``inputs`` or ``loss`` trains, and no stage reduces and steps."""
         for p in stage.outside or ():
-            named = _name_in(p, [self.task.inputs, self.task.loss])
             raise ValueError(
-                f"{named} is used in stage {stage.number}, and is in none of its layers: it would get a "
-                f"gradient on rank {self.channel.group.global_rank} alone. Make it part of a layer that uses "
-                "it, or, if it is not trained, call its requires_grad_(False)"
+                f"a parameter of shape {tuple(p.shape)} is used by inputs or loss in stage {stage.number}, "
+                "and is in none of its layers: it would get a gradient on rank "
+                f"{self.channel.group.global_rank} alone. Make it part of a layer that uses it, or, if it is "
+                "not trained, call its requires_grad_(False)"
             )
 
     def _backward(self, action: Action) -> None:
@@ -189,13 +174,13 @@ class Executor:
         stage.weight_gradients(micro_batch, last=self._is_last(action))
 
     def _send(self, action: Action) -> None:
-        tensors = self._made.pop(action._replace(kind=SENT[action.kind]))
+        tensors = self._made.pop(Action(action.stage, SENT[action.kind], action.micro_batch))
         to = self.stage_ranks[next_stage(action)]
         weight = self._micro_batch(action).checked_weight()
         self.channel.send(action, to, weight, tensors)
 
     def _send_tied(self, action: Action) -> None:
-        self.tied.send(action, self._micro_batch(action))
+        self.tied.send(action, self.task.own[action.micro_batch])
 
     def _post(self, action: Action) -> None:
         self.channel.post(action, self.stage_ranks[send_of(action).stage])
@@ -214,7 +199,7 @@ class Executor:
         if action.stage == self._last_stage:
             return None
         needed = Action(action.stage + 1, INPUT_GRADIENT, action.micro_batch)
-        return self._result(needed, action._replace(kind=RECEIVE_BACKWARD))
+        return self._result(needed, Action(action.stage, RECEIVE_BACKWARD, action.micro_batch))
 
     def _result(self, needed: Action, receive: Action) -> Sequence[Any]:
         """What ``needed`` has made, here or on another rank."""
@@ -230,7 +215,7 @@ class Executor:
         """The gradients that other ranks have of parameters of this stage, before it adds its own."""
         for receive in self.tied.receives(action):
             arrival = self._take(receive, action.stage)
-            self.tied.came(receive, self._micro_batch(receive), arrival)
+            self.tied.came(receive, self.task.own[receive.micro_batch], *arrival.tensors)
 
     def _take(self, receive: Action, stage: int) -> Received:
         """What has come for ``stage``; the timeline is told for how long it was waited for."""
@@ -355,18 +340,6 @@ class StepEnd:
         return losses
 
 
-def _name_in(p: nn.Parameter, functions: Sequence[Callable[..., Any]]) -> str:
-    """What ``p`` is called by a module that one of the ``functions`` has at hand."""
-    for function in functions:
-        names, every = (getattr(function, name, {}) for name in ("__code__", "__globals__"))
-        used = [every[name] for name in getattr(names, "co_names", ()) if name in every]
-        for _, x in (one for value in (function, *used) for one in within(value, reached, DEPTH)):
-            for name, its in x.named_parameters() if isinstance(x, nn.Module) else ():
-                if its is p:
-                    return f"parameter {name!r} of a {type(x).__name__}"
-    return f"a parameter of shape {tuple(p.shape)}"
-
-
 def evaluate(
     stages: Mapping[int, Stage],
     stage_ranks: Sequence[int],
@@ -376,8 +349,7 @@ def evaluate(
 ) -> Values:
     """What the model gives for ``values``, on all ranks; they are as for an ``Executor``. Collective."""
     rank, last = channel.group.rank, stage_ranks[-1]
-    try:
-        channel.begin(EVALUATION)
+    with channel.begun(EVALUATION):
         tied.refresh()
         for number, (before, its) in enumerate(pairwise([stage_ranks[0], *stage_ranks])):
             if rank == before != its:
@@ -392,9 +364,6 @@ def evaluate(
                 if other != last:
                     channel.send_values(values, other)
         channel.flush()
-    except BaseException as error:
-        channel.leave(error)
-        raise
     return values
 
 

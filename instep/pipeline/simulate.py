@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 from instep.events import PIPELINE, STEP, Event, Timeline
 from instep.pipeline.actions import (
@@ -74,33 +73,17 @@ class StageTimes:
             if isinstance(times, Sequence) and len(times) != num_stages:
                 raise ValueError(f"expected {name} of {num_stages} stages, got {len(times)}")
 
-    def under_way(self, send: Action) -> float:
-        """What a message takes from its sender to its receiver."""
-        return _at(self.message_s, send)
-
 
 def _at(times: Times, action: Action) -> float:
     return times[action.stage] if isinstance(times, Sequence) else times
 
 
-class Simulated(NamedTuple):
-    """When ``rank`` did ``action``; of a receive, when its message was under way, from rank ``peer``.
+def simulate(schedule: Schedule, times: StageTimes, *, step: int = 0, ahead: int = AHEAD) -> Timeline:
+    """The timeline of one step, as a run of the schedule would record it.
 
-    Of a computation, ``free_s`` is when the rank had nothing else to do any more, ``sent_s`` when the last
-    thing that it waited for was sent, by ``peer``.
-    """
-
-    rank: int
-    action: Action
-    start_s: float
-    end_s: float
-    free_s: float = 0.0
-    sent_s: float = 0.0
-    peer: int = -1
-
-
-def run(schedule: Schedule, times: StageTimes, ahead: int = AHEAD) -> list[Simulated]:
-    """Every computation and every message of a legal schedule, with their times.
+    On lane "compute" what each rank computes (``stage``, and ``leaf``: the micro-batch), on "communication"
+    the messages to it, on "host" when it waits, for a rank (``peer``) or for a message under way, and the
+    step, which ends on all ranks when the last one has done its work.
 
     Raises:
         ValueError: the schedule does not come to its end, and ``instep.pipeline.check`` says why; or there
@@ -111,8 +94,16 @@ def run(schedule: Schedule, times: StageTimes, ahead: int = AHEAD) -> list[Simul
     free = [0.0] * schedule.num_ranks
     sent: dict[Action, float] = {}  # by the send
     posted: dict[Action, float] = {}  # by the receive
-    found = []
+    events: list[Event] = []
     num_done = 0
+
+    def put(
+        rank: int, lane: str, name: str, start: float, end: float, peer: int = -1, of: Action | None = None
+    ) -> None:
+        if end > start or name == STEP:
+            stage, leaf = (-1, -1) if of is None else (of.stage, of.micro_batch)
+            span = round(start * NS), round(end * NS)
+            events.append(Event(rank, lane, name, *span, step=step, leaf=leaf, peer=peer, stage=stage))
 
     @cache
     def needs(action: Action) -> list[Action]:
@@ -128,61 +119,20 @@ def run(schedule: Schedule, times: StageTimes, ahead: int = AHEAD) -> list[Simul
             begin, last, peer = free[rank], free[rank], -1
             for receive in (one for one in needs(action) if one.kind in RECEIVES):
                 send = send_of(receive)
-                source = schedule.stage_ranks[send.stage]
-                start_s = max(sent[send], posted[receive])
-                arrived = start_s + times.under_way(send)
-                found.append(Simulated(rank, receive, start_s, arrived, peer=source))
+                source, start = schedule.stage_ranks[send.stage], max(sent[send], posted[receive])
+                arrived = start + _at(times.message_s, send)
+                put(rank, "communication", SPANS[receive.kind], start, arrived, source, receive)
                 if arrived > begin:
                     begin, last, peer = arrived, max(free[rank], sent[send]), source
-            end = begin + times.of(action)
-            found.append(Simulated(rank, action, begin, end, free[rank], last, peer))
-            free[rank] = end
+            put(rank, "host", PIPELINE, free[rank], last, peer, action)
+            put(rank, "host", PIPELINE, last, begin, of=action)
+            free[rank] = begin + times.of(action)
+            put(rank, "compute", SPANS[action.kind], begin, free[rank], of=action)
     if num_done < sum(map(len, rows)):
         raise ValueError("the schedule does not come to its end: instep.pipeline.check.check says why")
-    return found
-
-
-def simulate(schedule: Schedule, times: StageTimes, *, step: int = 0, ahead: int = AHEAD) -> Timeline:
-    """The timeline of one step, as a run of the schedule would record it.
-
-    On lane "compute" what each rank computes (``stage``, and ``leaf``: the micro-batch), on "communication"
-    the messages to it, on "host" when it waits, for a rank (``peer``) or for a message under way, and the
-    step, which ends on all ranks when the last one has done its work.
-
-    Raises:
-        ValueError: the schedule does not come to its end; ``instep.pipeline.check`` says why.
-    """
-    found = run(schedule, times, ahead)
-    free = [0.0] * schedule.num_ranks
-    events = []
-
-    def put(
-        rank: int,
-        lane: str,
-        name: str,
-        start_s: float,
-        end_s: float,
-        peer: int = -1,
-        of: Action | None = None,
-    ) -> None:
-        if end_s > start_s or name == STEP:
-            times = round(start_s * NS), round(end_s * NS)
-            stage, leaf = (-1, -1) if of is None else (of.stage, of.micro_batch)
-            events.append(Event(rank, lane, name, *times, step=step, leaf=leaf, peer=peer, stage=stage))
-
-    for one in found:
-        rank, action = one.rank, one.action
-        if action.kind in RECEIVES:
-            put(rank, "communication", SPANS[action.kind], one.start_s, one.end_s, one.peer, action)
-        else:
-            put(rank, "compute", SPANS[action.kind], one.start_s, one.end_s, of=action)
-            put(rank, "host", PIPELINE, one.free_s, one.sent_s, one.peer, action)
-            put(rank, "host", PIPELINE, one.sent_s, one.start_s, of=action)
-            free[rank] = one.end_s
-    end_s = max(free)
-    for rank, its_end_s in enumerate(free):
-        put(rank, "host", PIPELINE, its_end_s, end_s, free.index(end_s))
-        put(rank, "host", STEP, 0.0, end_s)
+    for rank, its_end in enumerate(free):
+        put(rank, "host", PIPELINE, its_end, max(free), free.index(max(free)))
+        put(rank, "host", STEP, 0.0, max(free))
     return Timeline(events)
 
 

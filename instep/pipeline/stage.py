@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
 
 from instep.events import Recorder
 from instep.net.clocks import measure
 from instep.net.device import generators, marks_for
 from instep.net.process_group import Group
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
-from instep.pipeline.layers import Layers
+from instep.pipeline.layers import Layers, replaced
 from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
-from instep.replicate.reducer import Reducer, sparse_positions
+from instep.pipeline.tied import TiedParameters
+from instep.replicate.reducer import Reducer
 from instep.rng.keys import LeafKeys
 from instep.state.alignment import align
 from instep.step import optimizer_guard
@@ -38,22 +40,6 @@ from instep.verify.trial import RestoreOnExit
 
 Values = tuple[Any, ...]  # what goes from layer to layer
 Gradients = Sequence[Tensor | None]  # of what went there, None of what was not used
-
-
-class TiedCopy(NamedTuple):
-    """A ``parameter`` that belongs to an earlier stage, too: here ``alias`` is used, and ``give``n
-    gradients go to that stage, one per micro-batch."""
-
-    parameter: Tensor
-    alias: nn.Parameter
-    give: Callable[[MicroBatch, Tensor | None], None]
-
-
-class TiedOwner(NamedTuple):
-    """A ``parameter`` that later stages use, too: ``fetch`` has what their gradients of a micro-batch are."""
-
-    parameter: Tensor
-    fetch: Callable[[MicroBatch], Tensor | None]
 
 
 class Alive(NamedTuple):
@@ -80,12 +66,20 @@ class Given(torch.autograd.Function):
         return gradient
 
 
+class StageReducer(Reducer):
+    """Reduces the gradients of a stage; ``refuse`` says why an optimizer must not use them."""
+
+    refuse: Callable[[Optimizer], str | None]
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        return self.refuse(optimizer)
+
+
 class Stage:
     """Stage ``number`` of a pipeline: ``layers``, and the ranks of ``group``, which reduce its gradients.
 
     A step is within ``begun``: ``forward`` of each micro-batch, then ``backward``, or ``input_gradients`` and
-    later ``weight_gradients``. ``tied_copies`` and ``tied_owners`` are parameters that several stages of
-    ``model`` use.
+    later ``weight_gradients``.
     """
 
     def __init__(
@@ -96,21 +90,21 @@ class Stage:
         recorder: Recorder,
         options: ReductionOptions,
         *,
-        model: nn.Module,
         seed: int,
         blocks: Mapping[nn.Module, int],
-        tied_copies: Sequence[TiedCopy] = (),
-        tied_owners: Sequence[TiedOwner] = (),
+        tied: TiedParameters,
+        refusal: Callable[[Optimizer], str | None],
     ) -> None:
         self.number, self.layers, self.group, self.recorder = number, layers, group, recorder
-        self.tied_copies, self.tied_owners = tied_copies, tied_owners
-        others = [x for one in tied_copies for x in (one.parameter, one.alias)]
+        self.tied, copied = tied, tied.copied(number)
+        self._places = layers.places(copied)
+        others = [x for _, _, own, copy in self._places for x in (own, copy)]
         registry = ParameterRegistry(layers, but=others)
         names, parameters = [name for name, _ in registry.trainable], [p for _, p in registry.trainable]
         align([*parameters, *(p for _, p in registry.frozen), *layers.buffers()])
-        sparse = sparse_positions(model, parameters)
         offsets_ns = measure(group).offsets_ns  # first, as a rank may be lost: a reducer has a thread
-        self.reducer = Reducer(names, parameters, group, recorder, options, sparse)
+        self.reducer = StageReducer(names, parameters, group, recorder, options)
+        self.reducer.refuse = refusal
         self.reducer.exchange.offsets_ns = offsets_ns
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
         recorder.marks = recorder.marks or marks_for(self._device)
@@ -159,9 +153,9 @@ class Stage:
         return outputs
 
     def _outside(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[nn.Parameter]:
-        own = set(map(id, self.layers.parameters())) - {id(one.parameter) for one in self.tied_copies}
-        known = own.union(id(one.alias) for one in self.tied_copies)
-        known.update(map(id, self.declared.unregistered.weights))  # which no optimizer may step
+        known = set(map(id, self.layers.parameters()))
+        known -= {id(own) for _, _, own, _ in self._places}
+        known |= {id(copy) for _, _, _, copy in self._places}
         found = [x for x in leaves_under(outputs, inputs) if id(x) not in known]
         return [x for x in found if isinstance(x, nn.Parameter)]
 
@@ -237,7 +231,7 @@ class Stage:
 
     def evaluate(self, values: Values) -> Values:
         """What the stage gives for ``values``, outside of a step."""
-        with torch.no_grad(), self._aliases():
+        with torch.no_grad(), replaced(self._places):
             found = self.layers(*values)
         return found if isinstance(found, tuple) else (found,)
 
@@ -270,9 +264,15 @@ class Stage:
     def _span(self, kind: str, micro_batch: MicroBatch) -> Any:
         return self.recorder.span(SPANS[kind], lane="compute", leaf=micro_batch.index, stage=self.number)
 
+    def _visit(
+        self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False
+    ) -> AbstractContextManager[object]:
+        visit = self.declared.visit(micro_batch, gradients=gradients, last=last)
+        return self._with_copies(visit) if self._places else visit
+
     @contextmanager
-    def _visit(self, micro_batch: MicroBatch, *, gradients: bool, last: bool = False) -> Iterator[None]:
-        with self.declared.visit(micro_batch, gradients=gradients, last=last), self._aliases():
+    def _with_copies(self, visit: AbstractContextManager[object]) -> Iterator[None]:
+        with visit, replaced(self._places):
             yield
 
     @contextmanager
@@ -281,31 +281,14 @@ class Stage:
         visit = self._visit(micro_batch, gradients=bool(self.reducer.names), last=last)
         with visit, self._span(kind, micro_batch), self._without_autocast():
             self.declared.gradient_came()  # to the model: here perhaps none does, and its weight counts
-            for one in self.tied_owners:
-                one.parameter.grad = one.fetch(micro_batch)
+            self.tied.begin_backward(self.number, micro_batch.index)
             yield
-            for alone in self.tied_copies:
-                gradient, alone.alias.grad = alone.alias.grad, None
-                alone.give(micro_batch, gradient)
+            self.tied.end_backward(self.number, micro_batch.index)
 
     def _without_autocast(self) -> AbstractContextManager[object]:
         """A step may be within ``torch.autocast``, which is meant for forwards alone."""
         kind = self._device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-    def _aliases(self) -> AbstractContextManager[None]:
-        """Inside, layers use what this stage has in the place of parameters of another one."""
-        return self._replaced() if self.tied_copies else nullcontext()
-
-    @contextmanager
-    def _replaced(self) -> Iterator[None]:
-        for one in self.tied_copies:
-            self.layers.replace(one.parameter, one.alias)
-        try:
-            yield
-        finally:
-            for one in self.tied_copies:
-                self.layers.replace(one.alias, one.parameter)
 
 
 def is_differentiable(x: Any) -> bool:

@@ -1,33 +1,28 @@
 """Parameters that several stages use: an output layer with the weights of the embedding, say.
 
 Such a parameter belongs to the first of its stages, which alone reduces its gradient, steps it and saves it.
-Each other one computes with an *alias*, which gets the values before a step. Of every micro-batch the
-gradient that an alias has got is given to the first stage, which adds its own: within a micro-batch, as one
-rank would, so that the bits are those of one rank. That takes a message of the parameter's size per
-micro-batch, which is part of the schedule (``Schedule.ties``).
+Each other one computes with a copy, a leaf of its own also where the owner is on the same rank, which has the
+values as of the step's begin. Of every micro-batch the gradient of a copy is given to the first stage, which
+adds its own: within a micro-batch, as one rank would, so that the bits are those of one rank. That takes a
+message of the parameter's size per micro-batch, which is part of the schedule (``Schedule.ties``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from instep.pipeline.actions import RECEIVE_TIED, Action
-from instep.pipeline.channel import Received, StageChannel
+from instep.pipeline.channel import StageChannel
 from instep.pipeline.home import PipelineHome
 from instep.pipeline.message_words import VALUES
-from instep.pipeline.stage import TiedCopy, TiedOwner
-from instep.step.micro_batches import MicroBatch
 
 
 class Tied(NamedTuple):
-    """Parameter ``name``, and the numbers of the ``stages`` that use it, in order: of most it is one."""
+    """A parameter, and the numbers of the ``stages`` that use it, in order: of most it is one."""
 
-    name: str
     parameter: Tensor
     stages: Sequence[int]
 
@@ -38,11 +33,15 @@ def ties_of(named: Mapping[str, Tensor], parts: Sequence[nn.Module]) -> list[Tie
     for number, part in enumerate(parts):
         for p in part.parameters():
             users[id(p)].append(number)
-    return [Tied(name, p, users[id(p)]) for name, p in named.items()]
+    return [Tied(p, users[id(p)]) for p in named.values()]
 
 
 class TiedParameters:
-    """Parameters ``used`` by several stages, of which stage s is on rank ``stage_ranks[s]``."""
+    """Those of ``used`` that several stages use, of which stage s is on rank ``stage_ranks[s]``.
+
+    A step: ``refresh``; then the layers of a stage run with what is ``copied``, and its backwards of weights
+    between ``begin_backward`` and ``end_backward``.
+    """
 
     def __init__(
         self,
@@ -54,9 +53,13 @@ class TiedParameters:
     ) -> None:
         self.tied = [one for one in used if len(one.stages) > 1]
         self.stage_ranks, self.rank, self.channel = stage_ranks, rank, channel
-        self._home = home
-        self._aliases: dict[int, nn.Parameter] = {}
-        # On this rank, by tie, stage and micro-batch, until it is sent or fetched.
+        self.copies = {
+            i: nn.Parameter(p.data if home.holds(p) else home.empty_like(p), p.requires_grad)
+            for i, (p, (_, *users)) in enumerate(self.tied)
+            if any(stage_ranks[user] == rank for user in users)
+        }
+        self.memory = [x for i, x in self.copies.items() if not home.holds(self.tied[i].parameter)]
+        # On this rank, by tie, stage and micro-batch, until it is sent or added.
         self._given: dict[tuple[int, int, int], Tensor | None] = {}
 
     @property
@@ -64,98 +67,60 @@ class TiedParameters:
         """As a ``Schedule`` has them."""
         return tuple(tuple(one.stages) for one in self.tied)
 
-    def copies(self, stage: int) -> list[TiedCopy]:
-        """Those that ``stage``, on this rank, uses, and that belong to another one."""
-        return [
-            TiedCopy(one.parameter, self._alias(i), partial(self._give, i, stage))
-            for i, one in enumerate(self.tied)
-            if stage in one.stages[1:]
-        ]
-
-    def owners(self, stage: int) -> list[TiedOwner]:
-        """Those that belong to ``stage``, on this rank, and that others use."""
-        return [
-            TiedOwner(one.parameter, partial(self._fetch, i))
-            for i, one in enumerate(self.tied)
-            if stage == one.stages[0]
-        ]
+    def copied(self, stage: int) -> dict[int, nn.Parameter]:
+        """The copies that ``stage`` computes with, by the identity of the parameter."""
+        return {id(p): self.copies[i] for i, (p, (_, *users)) in enumerate(self.tied) if stage in users}
 
     def refresh(self) -> None:
-        """Aliases have the parameters' values. Collective over the ranks that use one."""
+        """Copies have the parameters' values. Collective over the ranks that have one."""
         self._given.clear()
-        for i, (_, p, stages) in enumerate(self.tied):
+        for i, (p, stages) in enumerate(self.tied):
             values = Action(stages[0], VALUES, 0, i)
             owner, *others = dict.fromkeys(self.stage_ranks[stage] for stage in stages)
             if self.rank == owner:
-                if i in self._aliases:
-                    self._aliases[i].data = p.data
+                if i in self.copies:
+                    self.copies[i].data = p.data
                 for rank in others:
                     self.channel.send(values, rank, 0, [p.detach()])
             elif self.rank in others:
                 self.channel.post(values, owner)
                 (came,) = self.channel.take(values, owner).tensors
                 assert came is not None
-                self._aliases[i].data.copy_(came)
+                self.copies[i].data.copy_(came)
 
     def receives(self, action: Action) -> list[Action]:
         """Of the gradients that ``action`` of a stage on this rank adds to its own, from other ranks."""
         return [
             Action(user, RECEIVE_TIED, action.micro_batch, i)
-            for i, (_, _, (owner, *users)) in enumerate(self.tied)
+            for i, (_, (owner, *users)) in enumerate(self.tied)
             for user in users
             if owner == action.stage and self.stage_ranks[user] != self.rank
         ]
 
-    def send(self, action: Action, micro_batch: MicroBatch) -> None:
-        """Begin to send what ``action`` says: a gradient, or that there is none.
+    def send(self, action: Action, micro_batch: int) -> None:
+        """Begin to send what ``action`` says: a gradient, or that there is none."""
+        to = self.stage_ranks[self.tied[action.tie].stages[0]]
+        self.channel.send(action, to, 0, [self._given.pop((action.tie, action.stage, micro_batch))])
 
-        One that is sparse goes as indices and values; the number says whether they are coalesced.
-        """
-        owner = self.tied[action.tie].stages[0]
-        found = self._given.pop((action.tie, action.stage, micro_batch.index))
-        number, tensors = 0, [found]
-        if found is not None and found.is_sparse:
-            number, tensors = int(found.is_coalesced()), [found._indices(), found._values()]
-        self.channel.send(action, self.stage_ranks[owner], number, tensors)
+    def came(self, action: Action, micro_batch: int, gradient: Tensor | None) -> None:
+        """``gradient`` is what ``action`` waited for."""
+        self._given[action.tie, action.stage, micro_batch] = gradient
 
-    def came(self, action: Action, micro_batch: MicroBatch, received: Received) -> None:
-        """``received`` is what ``action`` waited for."""
-        found = [x for x in received.tensors if x is not None]
-        gradient = found[0] if found else None
-        if len(found) == 2:
-            shape, coalesced = self.tied[action.tie].parameter.shape, bool(received.number)
-            gradient = torch.sparse_coo_tensor(
-                found[0], found[1], shape, is_coalesced=coalesced, check_invariants=False
-            )
-        self._given[action.tie, action.stage, micro_batch.index] = gradient
+    def begin_backward(self, stage: int, micro_batch: int) -> None:
+        """``stage`` adds its gradients to those that others have of what belongs to it."""
+        for i, (p, (owner, *users)) in enumerate(self.tied):
+            if owner == stage:
+                p.grad = None
+                for user in reversed(users):  # as the backward of one rank comes to them
+                    found = self._given.pop((i, user, micro_batch))
+                    if p.grad is None or found is None:
+                        p.grad = found if p.grad is None else p.grad
+                    else:
+                        p.grad.add_(found)
 
-    @property
-    def memory(self) -> list[Tensor]:
-        """What aliases take on this rank."""
-        return [x for i, x in self._aliases.items() if not self._home.holds(self.tied[i].parameter)]
-
-    def _alias(self, i: int) -> nn.Parameter:
-        if i not in self._aliases:
-            p = self.tied[i].parameter
-            if self._home.holds(p):
-                values = p.data
-            else:
-                strides = self._home.strides_of(p)
-                values = torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device)
-            self._aliases[i] = nn.Parameter(values, p.requires_grad)
-        return self._aliases[i]
-
-    def _give(self, i: int, stage: int, micro_batch: MicroBatch, gradient: Tensor | None) -> None:
-        self._given[i, stage, micro_batch.index] = gradient
-
-    def _fetch(self, i: int, micro_batch: MicroBatch) -> Tensor | None:
-        total: Tensor | None = None
-        for stage in reversed(self.tied[i].stages[1:]):  # as the backward of one rank comes to them
-            found = self._given.pop((i, stage, micro_batch.index))
-            if total is None or found is None:
-                total = found if total is None else total
-            elif total.is_sparse and not found.is_sparse:
-                total = found + total
-            else:
-                total.add_(found)
-        return total
+    def end_backward(self, stage: int, micro_batch: int) -> None:
+        """The gradients of ``stage`` for what belongs to others are theirs."""
+        for i, (_, (_, *users)) in enumerate(self.tied):
+            if stage in users:
+                copy = self.copies[i]
+                self._given[i, stage, micro_batch], copy.grad = copy.grad, None

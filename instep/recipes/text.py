@@ -85,25 +85,10 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
 
 
 def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipeline:
-    """Over the ranks along pp, cut as ``config`` says; if by measured layers, by these of a made-up batch."""
-    layout, cuts = config.parallel, config.parallel.numbered_cuts
-    options |= {"chunks": layout.chunks or None, "cuts": cuts}
-    schedule = schedule_of(layout)
-    if not layout.cuts_by_measure:
-        return instep.Pipeline(net, mesh, schedule, config.num_leaves, **options)
-    made_up = torch.zeros(config.batch.micro_size, config.model.context, dtype=torch.int64)
-    made_up = made_up.to(mesh.device)
-    with autocast(config, mesh.device):
-        return instep.Pipeline(
-            net,
-            mesh,
-            schedule,
-            config.num_leaves,
-            example=made_up,
-            example_loss=lambda logits: of_logits(logits, made_up).mean(),
-            moments=2 if config.optim.name == "adamw" else int(config.optim.momentum > 0),
-            **options,
-        )
+    """Over the ranks along pp, cut as ``config`` says."""
+    layout = config.parallel
+    options |= {"chunks": layout.chunks or None, "cuts": layout.numbered_cuts}
+    return instep.Pipeline(net, mesh, schedule_of(layout), config.num_leaves, **options)
 
 
 def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.device) -> Tensor:

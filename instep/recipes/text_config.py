@@ -17,7 +17,7 @@ from typing import Any, Literal
 from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
 from instep.pipeline import schedules
-from instep.pipeline.cuts import BY, COST, MEMORY, edges_at
+from instep.pipeline.cuts import BY, edges_at
 from instep.recipes.ranges import (
     ABOVE_0,
     BELOW_1,
@@ -174,18 +174,13 @@ class ParallelConfig:
     chunks: int = 0
     """Stages per rank, with interleaved; 0: as the schedule has them, two with interleaved."""
     cuts: str = "layers"
-    """Where a pipeline is cut: as many layers in each stage; by cost, or by memory, which measure the layers;
-    or the first layers of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
+    """Where a pipeline is cut: layers, as many in each stage; cost, as many parameters; or the first layers
+    of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
 
     @property
     def named_device(self) -> str | None:
         """The device, or None where it was to be chosen."""
         return None if self.device == "auto" else self.device
-
-    @property
-    def cuts_by_measure(self) -> bool:
-        """Whether layers are measured before it is known where a pipeline is cut."""
-        return self.cuts in (COST, MEMORY)
 
     @property
     def numbered_cuts(self) -> str | list[int]:

@@ -1,8 +1,9 @@
 """The ``.grad`` of a parameter's shard: a real tensor, which knows that the other ranks have the rest.
 
 Elementwise operations are what they are for any tensor. What looks at a whole gradient would use this rank's
-part of it for all, and silently: torch's clipping would scale every rank by another factor, and a ``GradScaler``
-would skip the step on the rank alone whose part overflowed. So a norm raises, and unscaling asks all ranks.
+part of it for all, and silently: torch's clipping would scale every rank by another factor, and a
+``GradScaler`` would skip the step on the rank alone whose part overflowed. So a norm raises, and unscaling
+asks all ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class GradientShard(Tensor):
                     x.instep_is_zeroed = True
         if called in NORMS and any(isinstance(x, cls) and x.instep_is_part for x in tree_leaves(args)):
             raise RuntimeError(
-                f"{called} of a gradient shard: .grad of a sharded parameter is this rank's part, and its norm is "
-                "not that of the gradient. Clip with instep.clip_grad_norm_(model.parameters(), max_norm), which "
+                f"{called} of a gradient shard: .grad of a sharded parameter is this rank's part, and its "
+                "norm is "
+                "not that of the gradient. Clip with instep.clip_grad_norm_(model.parameters(), max_norm), "
+                "which "
                 "returns the norm over all ranks"
             )
         with torch._C.DisableTorchFunctionSubclass():

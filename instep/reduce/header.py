@@ -29,7 +29,7 @@ BITS = 62  # flags per int64 word
 _WORD = (1 << BITS) - 1
 NUM_WORDS = 4  # at least, in the place of flags
 
-REDUCE, COMPARE, UPDATE, NORM, UNSCALE, BARRIER = range(6)
+REDUCE, COMPARE, UPDATE, NORM, UNSCALE, BARRIER, STATISTICS = range(7)
 OPERATIONS = {
     REDUCE: "the exchange of gradients",
     COMPARE: "optimizer.step() with gradients that no exchange has reduced",
@@ -37,23 +37,24 @@ OPERATIONS = {
     NORM: "clip_grad_norm_",
     UNSCALE: "a GradScaler's unscale_",
     BARRIER: "a barrier outside of a step (a state dict, or a saved state)",
+    STATISTICS: "the exchange of running statistics",
 }
 
 
 class Header(NamedTuple):
     """One rank's record of the exchange that it starts. All ranks must agree on the fields in ``AGREED``."""
 
-    version: int
-    declared: int  # 1 for a declared step, 0 for an undeclared one
-    step: int  # number of optimizer steps so far
-    exchange: int  # number of exchanges since the last optimizer step
-    bucket: int
-    num_elements: int  # of the bucket, with padding
-    num_leaves: int  # G of the tree
-    weight: int  # sum of the weights of this rank's micro-batches
-    ready_ns: int  # when this rank's gradients were complete, time.monotonic_ns()
-    launched_ns: int  # when the bucket was queued for its exchange
-    left: int  # 1: this rank left the step early and sends nothing
+    version: int = VERSION
+    declared: int = 0  # 1 for a declared step, 0 for an undeclared one
+    step: int = 0  # number of optimizer steps so far
+    exchange: int = 0  # number of exchanges since the last optimizer step
+    bucket: int = 0
+    num_elements: int = 0  # of the bucket, with padding
+    num_leaves: int = 0  # G of the tree
+    weight: int = 0  # sum of the weights of this rank's micro-batches
+    ready_ns: int = 0  # when this rank's gradients were complete, time.monotonic_ns()
+    launched_ns: int = 0  # when the bucket was queued for its exchange
+    left: int = 0  # 1: this rank left the step early and sends nothing
     round: int = 0  # of the step, where each leaf travels on its own (shard/reducer.py)
     update_digest: int = 0  # of the optimizers' steps of parameters in shards (shard/reducer.py)
     declared_step: int = -1  # key of the random numbers of a declared step

@@ -8,21 +8,24 @@ of blocks are added exactly (``math.fsum``), in any order.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
 from itertools import accumulate, groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.events import Recorder
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.buckets import flat_real
 from instep.reduce.gradient_shard import by_owner, owner_of
-from instep.reduce.placeholder import by_slices, slices_elsewhere, slices_of
+from instep.reduce.placeholder import by_slices, slices_of
 
 
 class Clips:
@@ -114,19 +117,57 @@ def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
     return torch.cat(sums)
 
 
+class OtherRanks(Protocol):
+    """Knows which ranks have the gradients of some parameters that this rank has not."""
+
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        """Those of all ranks, of which ``own`` are this rank's. Collective."""
+
+    def settled(self) -> None:
+        """The gradients on this rank have been clipped."""
+
+
+_others: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its ``OtherRanks``
+
+
+def add_up_with(others: OtherRanks, parameters: Iterable[Tensor]) -> None:
+    """From now on the norm over any of ``parameters`` is one over all ranks that ``others`` know."""
+    for p in parameters:
+        _others[p] = weakref.ref(others)
+
+
+def others_of(parameters: Iterable[Tensor]) -> dict[OtherRanks | None, list[Tensor]]:
+    """``parameters`` by who knows other ranks that have gradients of them, in order; None: nobody has to."""
+    found: dict[OtherRanks | None, list[Tensor]] = {}
+    for p in parameters:
+        known = _others.get(p)
+        found.setdefault(None if known is None else known(), []).append(p)
+    return found
+
+
+def norm_over(parameters: Iterable[Tensor]) -> float:
+    """The 2-norm over the gradients of ``parameters``. Collective if they are sharded or in a pipeline."""
+    squares: list[float] = []
+    for others, its in others_of(parameters).items():
+        own = _all_square_sums([p.grad for p in its if p.grad is not None])
+        squares += own if others is None else others.square_sums(own)
+    return math.sqrt(exact_sum(squares))
+
+
 def grad_norm(gradients: Iterable[Tensor]) -> float:
-    """The 2-norm over all ``gradients``: inf or nan if any element is. Collective if they are sharded."""
+    """The 2-norm over ``gradients``, as far as this rank's go; collective if they are sharded."""
+    return math.sqrt(exact_sum(_all_square_sums(list(gradients))))
+
+
+def _all_square_sums(gradients: Sequence[Tensor]) -> list[float]:
     squares: list[float] = []
     for distinct in _rounds(gradients):
-        whole = [
-            (x, slices_elsewhere(x)) for x in distinct if slices_of(x) is None and owner_of(x) is None
-        ]
-        squares += _square_sums([x for x, elsewhere in whole if elsewhere is None])
+        squares += _square_sums([x for x in distinct if slices_of(x) is None and owner_of(x) is None])
         for owner, shards in by_owner(distinct):
             squares += owner.square_sums(shards)
         for slices, members in by_slices(distinct):
-            squares += slices.square_sums(members, [x for x, elsewhere in whole if elsewhere is slices])
-    return math.sqrt(exact_sum(squares))
+            squares += slices.square_sums(members, [])
+    return squares
 
 
 def _rounds(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -178,7 +219,8 @@ def clip_grad_norm_(
 
     As ``torch.nn.utils.clip_grad_norm_``, with a norm whose bits do not depend on the placement. Call it on
     every rank, between backward, which reduces the gradients, and the optimizer's step. Replicated gradients
-    need no communication; ranks that share gradients by ``fully_shard`` all-gather 8 bytes per 4096 elements.
+    need no communication; ranks that share gradients by ``fully_shard``, or have other stages of a pipeline,
+    all-gather 8 bytes per 4096 elements.
 
     Args:
         parameters: one or several; any shapes, dtypes and devices. Parameters without a gradient are skipped,
@@ -213,12 +255,15 @@ def clip_grad_norm_(
     gradients = [p.grad for p in parameters if p.grad is not None]
     watch = clipping.get()
     with nullcontext() if watch is None else watch.recorder.span("clip", lane="compute"):
-        norm = grad_norm(gradients)
+        norm = norm_over(parameters)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
         factor = max_norm / (norm + 1e-6)
         if not factor >= 1.0:  # also when it is nan
             _scale(gradients, factor)
+            for others in others_of(parameters):
+                if others is not None:
+                    others.settled()
         if watch is not None:
             watch.add(norm, gradients)
     return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -27,7 +27,6 @@ ABOUT = frozenset(
 )
 # What ``module.to()`` calls: allowed where it has no effect.
 CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"})
-_ELSEWHERE = "instep_elsewhere"
 
 
 class Slices(Protocol):
@@ -135,29 +134,12 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
 
 
 def by_slices(gradients: Sequence[Tensor]) -> list[tuple[Slices, list[Tensor]]]:
-    """The placeholders among ``gradients``, with who has their pieces.
-
-    Of those that are whole here, and placeholders on other ranks, only who is asked there is in it: what is
-    collective there is so here.
-    """
+    """The placeholders among ``gradients``, with who has their pieces."""
     found: dict[int, tuple[Slices, list[Tensor]]] = {}
     for x in gradients:
         if (slices := slices_of(x)) is not None:
             found.setdefault(id(slices), (slices, []))[1].append(x)
-        elif (slices := slices_elsewhere(x)) is not None:
-            found.setdefault(id(slices), (slices, []))
     return list(found.values())
-
-
-def stands_in_elsewhere(gradient: Tensor, slices: Slices) -> None:
-    """``gradient`` is whole here, and has a placeholder of ``slices`` on other ranks."""
-    setattr(gradient, _ELSEWHERE, weakref.ref(slices))
-
-
-def slices_elsewhere(gradient: Tensor) -> Slices | None:
-    """Who knows its placeholders on other ranks; None if it has none."""
-    elsewhere = getattr(gradient, _ELSEWHERE, None)
-    return None if elsewhere is None else elsewhere()
 
 
 # What ``zero_grad`` of modules and optimizers, and a ``GradScaler``, do with gradients.

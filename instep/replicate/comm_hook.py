@@ -1,31 +1,25 @@
-"""A communication hook: the user's own reduction of a bucket, in the place of the ordered one.
-
-``register_comm_hook`` takes what torch's DDP takes: ``hook(state, bucket)`` starts what it wants to with
-``bucket.buffer()``, usually an all-reduce of something smaller, and returns a future of the new values.
+"""A communication hook: the user's own reduction of a bucket, in place of the ordered one.
 
     backward, in this thread    | bucket 0: headers | hook |  ...  | bucket 1: headers | hook |
     the group of the hook                            |-- what it has started --|        |------ ...
     after backward                                                                 | futures -> .grad |
 
-A hook uses a group of the user's, on which the program may communicate too: so it is called in the thread of
-the program, in the order of the buckets, as by torch. And it is called when the headers have been compared: a
-rank that is in another step would else pair its messages with those of this one, and a step that is given up
-would leave some behind. What that costs: backward waits, bucket by bucket, for the slowest rank.
+A hook uses a group of the user's, on which the program may communicate too. So it is called in the thread of
+the program, in the order of the buckets, as by torch; and it is called when the headers have been compared: a
+rank in another step would else pair its messages with those of this one. The cost: backward waits, bucket by
+bucket, for the slowest rank.
 
-What a hook returns is not looked into. So the promises of bits end with it, ranks may hold different weights
-(those that average their models now and then do), and declared steps, which promise the same bits on any
-number of ranks, are refused.
+What a hook returns is not examined. So the promises of bits end with it, ranks may hold different weights,
+and declared steps, which promise the same bits on any number of ranks, are refused.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from instep.net.messages import awaited
@@ -36,20 +30,18 @@ Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
 
 
 class GradBucket:
-    """What a hook is given: torch's ``dist.GradBucket``, which cannot be made in Python.
+    """What a hook is given, as torch's ``dist.GradBucket``, which cannot be made in Python.
 
     The buffer has alignment gaps, which hold -0.0, and the dtype of the bucket: float32 (float64).
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[Tensor], *, is_last: bool) -> None:
-        self._index, self._is_last = bucket.index, is_last
-        self._buffer = bucket.home
-        self._gradients = list(bucket.views(bucket.home))
+        self._bucket, self._buffer, self._is_last = bucket, bucket.home, is_last
         self._parameters = [parameters[slot.position] for slot in bucket.slots]
 
     def index(self) -> int:
-        """Its number in the order in which buckets leave."""
-        return self._index
+        """Its number in the order of the exchanges."""
+        return self._bucket.index
 
     def buffer(self) -> Tensor:
         """This rank's gradients, flat (n,), not divided by anything."""
@@ -60,8 +52,8 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, each in the shape of its parameter."""
-        return self._gradients
+        """Views of the bucket, each in the shape of its parameter."""
+        return list(self._bucket.views(self._bucket.home))
 
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients these are."""
@@ -93,44 +85,22 @@ class CommHook:
         self._started.append((bucket, future))
 
     def finish(self, group: Group) -> None:
-        """Wait for the futures, and copy what they give into the buckets.
+        """Wait for the futures, and copy their values into the buckets.
 
         Raises:
-            PeerLost: one was not there before the deadline.
-            ValueError: it gives something else than a tensor of the size of its bucket.
+            PeerLost: a future was not done before the deadline.
+            ValueError: its value is no tensor of the size of its bucket.
         """
         for bucket, future in self._started:
-            name = f"the communication hook of bucket {bucket.index}"
+            name, home = f"the communication hook of bucket {bucket.index}", bucket.home
             group.run(partial(awaited, future.wait, name), name)
-            _take(bucket, future.wait(), name)  # it is there: of a GPU's, this thread's stream waits for it
+            result: Any = future.wait()  # done: on a GPU, this thread's stream waits for it
+            result = result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
+            if not isinstance(result, Tensor) or result.numel() != home.numel():
+                got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+                raise ValueError(
+                    f"{name}: expected its future to hold a tensor of {home.numel()} elements, got {got}"
+                )
+            if result.data_ptr() != home.data_ptr() or result.dtype != bucket.dtype:
+                home.copy_(result.detach().view(-1))
         self._started.clear()
-
-
-def _take(bucket: Bucket, result: Any, name: str) -> None:
-    result = result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
-    if not isinstance(result, Tensor) or result.numel() != bucket.home.numel():
-        got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(
-            f"{name}: expected its future to hold a tensor of {bucket.home.numel()} elements, got {got}"
-        )
-    if result.data_ptr() != bucket.home.data_ptr() or result.dtype != bucket.dtype:
-        bucket.home.copy_(result.detach().view(-1))
-
-
-def check(hook: Any) -> None:
-    """Raise as torch does if ``hook`` cannot be a communication hook."""
-    if not callable(hook):
-        raise TypeError(f"communication hook must be callable, got {type(hook).__name__}")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    expected = [
-        ("bucket annotation", None if bucket is None else bucket.annotation, dist.GradBucket),
-        ("return annotation", signature.return_annotation, torch.futures.Future[Tensor]),
-    ]
-    for what, found, wanted in expected:
-        if not (
-            found is None or found is inspect.Parameter.empty or isinstance(found, str) or found == wanted
-        ):
-            raise ValueError(
-                f"communication hook: {what} should be {wanted}, got {found!r}: annotate it so, or not at all"
-            )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
@@ -25,8 +25,7 @@ from instep.step.replica_watch import ReplicaWatch
 class Reducer(Reduction):
     """Reduces the gradients of ``parameters`` over ``group``, which has no other user, leaf by leaf.
 
-    After ``finish`` every ``.grad`` is the reduced gradient. ``sparse`` are the positions of the parameters
-    whose ``.grad`` shall be sparse; they travel dense.
+    After ``finish`` every ``.grad`` is the reduced gradient.
     """
 
     # The buckets too: the first exchange may put them into another order.
@@ -40,9 +39,8 @@ class Reducer(Reduction):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
-        sparse: Collection[int] = (),
     ) -> None:
-        super().__init__(names, parameters, group, recorder, options, sparse)
+        super().__init__(names, parameters, group, recorder, options)
         self.strategy = options.strategy(weakly(self._launch))
         self.exchange = OrderedAllReduce(
             group, recorder, ordered=options.ordered, max_parameters=len(self.names)
@@ -82,12 +80,10 @@ class Reducer(Reduction):
                 self.comm_hook.finish(self.group)
             if not self._reordered:
                 self._reorder()
-        self._exchange_afterwards()
+        self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
-            views = bucket.views(bucket.counter.home)
-            for k in bucket.present_on_some():
-                self.gradients.attach(bucket.slots[k], views[k], whole=True)
+            self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
         self.local = [False] * len(self.names)
         self.exchanges += 1
         self.given_up = False
@@ -110,25 +106,11 @@ class Reducer(Reduction):
         self.watch = ReplicaWatch(self.group, list, ())
         return hook
 
-    def leave(self) -> None:
-        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
-
-        Some of the gradients may be reduced by now, some are whole and some are not: a sum for no rank.
-        """
-        if self.plan is None:
-            return
-        plan, self.plan, self.leaf = self.plan, None, None
+    def _next_header(self, plan: StepPlan) -> Header | None:
         following = next((bucket for bucket in self.buckets if not bucket.launched), None)
-        if following is not None and self.group.size > 1:
-            header = self._header(following, plan)
-            name, exchange = "leaving a step", self.exchange
-            self.lane.submit(name, lambda: exchange.announce_leave(header, name), awaited=False)
-        elif following is None:
-            self._leave_afterwards()
-        self.exchanges += 1
-        self.given_up = True
-        self.gradients.drop()
-        self.local = [False] * len(self.names)
+        return None if following is None else self._header(following, plan)
+
+    def _reset(self) -> None:
         self._make_buckets(self._order)  # the lane may still be writing to the old ones
 
     def abandon(self) -> None:
@@ -173,10 +155,10 @@ class Reducer(Reduction):
         if self.plan.declared:
             self.gradients.take(bucket)
         elif bucket.index in self._with_large:
-            for slot, view in zip(bucket.slots, bucket.views(bucket.counter.home), strict=True):
-                # What is small can wait for the exchange, to be attached once.
-                if slot.present and self.gradients.is_large[slot.position]:
-                    self.gradients.attach(slot, view, whole=False)
+            # Small gradients can wait for the exchange, to be attached once.
+            is_large = self.gradients.is_large
+            large = [k for k, slot in enumerate(bucket.slots) if slot.present and is_large[slot.position]]
+            self.gradients.attach(bucket, large, whole=False)
         if self._last:
             bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
             self.strategy.ready(bucket)
@@ -214,10 +196,3 @@ class Reducer(Reduction):
         self.lane.run(name, lambda: self.group.broadcast(order, name)).wait()
         if order.tolist() != self._order:
             self._next_order = order.tolist()
-
-
-def sparse_positions(module: nn.Module, parameters: Sequence[Tensor]) -> set[int]:
-    """Those of the parameters whose gradients are sparse: those of embeddings that say so."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    wanted = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
-    return {i for i, parameter in enumerate(parameters) if id(parameter) in wanted}

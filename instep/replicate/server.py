@@ -36,7 +36,7 @@ from instep.reduce.buckets import Bucket
 from instep.reduce.collective_transport import CollectiveTransport, local_roots
 from instep.reduce.scratch import Scratch
 from instep.reduce.tree import Sum
-from instep.replicate.own_names import OwnNames
+from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.reducer import Reducer
 from instep.replicate.wrapper import DataParallel
 from instep.state.homes import offered
@@ -47,7 +47,7 @@ INSTEAD = "use instep.DataParallel, which has the same bits"
 UPDATE, WEIGHTS = "the server's report on its update", "the weights from the server"
 
 
-class ParameterServer(WrappedOnce, OwnNames):
+class ParameterServer(WrappedOnce, ModuleProxy):
     """Trains ``module`` on every rank of a group with the optimizer of its first rank, to compare.
 
     At construction all ranks take the server's values. In backward, or at the end of a declared step,
@@ -97,12 +97,20 @@ class ParameterServer(WrappedOnce, OwnNames):
         except BaseException:
             self.close()
             raise
+        self._constructed()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
     def micro_batches(self, num_micro_batches: int | DataSource) -> Iterator[MicroBatch]:
-        """Declare a step, as ``DataParallel.micro_batches``."""
+        """Declare a step, as ``DataParallel.micro_batches``.
+
+        Args:
+            num_micro_batches: G, the number in the global batch, or an ``instep.Loader``.
+
+        Yields:
+            A ``MicroBatch`` for each that is this rank's.
+        """
         return self.model.micro_batches(num_micro_batches)
 
     def step(self) -> None:
@@ -146,7 +154,7 @@ class ParameterServer(WrappedOnce, OwnNames):
     def __instep_state__(self, *ignored: object) -> NoReturn:
         raise ValueError(f"ParameterServer is for comparison, without Run, checkpoints and copies: {INSTEAD}")
 
-    __reduce_ex__ = __instep_state__  # of copies and pickles
+    __reduce__ = __instep_state__  # of copies and pickles
 
 
 def has_gradient(reducer: Reducer) -> bool:

@@ -32,21 +32,20 @@ from instep.events import Recorder
 from instep.mesh.join import require_one_rank
 from instep.net.device import generators
 from instep.reduce.tree import rank_major
-from instep.replicate.own_names import OwnNames
+from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.replica import Broadcast, Gradients, replicate, take_gradients, tree_sum
 from instep.rng.generators import generators_in, generators_of, global_generators, same_state
 from instep.state.alignment import align
 from instep.step.micro_batches import MicroBatch, changed_buffer, count_and_source, require_no_gradients
-from instep.step.nesting import WrappedOnce, require_unwrapped
+from instep.step.nesting import WrappedOnce, require_supported
 from instep.step.parameter_registry import require_read_only
-from instep.step.running_statistics import Measurement, apply, tracking_norms
-from instep.step.unregistered import UnregisteredWeights
+from instep.step.running_statistics import RunningStatistics, tracking_norms
 
 T = TypeVar("T")
 INSTEAD = "use instep.DataParallel, which has the same bits in declared steps"
 
 
-class ThreadedReplicas(WrappedOnce, OwnNames):
+class ThreadedReplicas(WrappedOnce, ModuleProxy):
     """Computes with ``module`` in ``num_replicas`` threads at once, to compare with ``DataParallel``.
 
     In forward, tensors among the arguments are split along dim 0, each replica computes its part in a thread,
@@ -71,12 +70,13 @@ class ThreadedReplicas(WrappedOnce, OwnNames):
         super().__init__(module)
         if type(num_replicas) is not int or num_replicas < 1:
             raise ValueError(f"num_replicas: expected an int of at least 1, got {num_replicas!r}")
-        require_unwrapped(module)
+        require_supported(module)
         require_read_only(module)
         align([*module.parameters(), *module.buffers()])
         self.num_replicas, self.recorder = num_replicas, Recorder()
+        self._constructed()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lengths = {len(x) for x in tree_leaves((args, kwargs)) if _has_rows(x)}
         if len(lengths) > 1:
             raise ValueError(f"expected tensors of one length along dim 0, the batch, got {sorted(lengths)}")
@@ -106,6 +106,7 @@ class ThreadedReplicas(WrappedOnce, OwnNames):
             >>> def body(model, micro_batch):
             ...     rows = range(micro_batch.index * 4, micro_batch.index * 4 + 4)
             ...     loss_function(model(x[rows]), y[rows]).backward()
+            >>> optimizer.zero_grad()
             >>> _ = replicas.micro_batches(8, body)
             >>> optimizer.step()
         """
@@ -117,39 +118,39 @@ class ThreadedReplicas(WrappedOnce, OwnNames):
                 raise ValueError(f"parameter {name!r} has a hook, which a replica lacks: {INSTEAD}")
         data = [(None, 1)] * G if source is None else source.read(range(G))
         given = [MicroBatch(i, G, weight, x) for i, (x, weight) in enumerate(data)]
-        norms = tracking_norms(self.module.modules())
-        unregistered = UnregisteredWeights(self.module)
-        unregistered.begin()
+        all_statistics = RunningStatistics()
+        all_statistics.norms = tracking_norms(self.module.modules())
 
-        def compute(own: Sequence[int]) -> list[tuple[T, Gradients, Any]]:
+        def compute(own: Sequence[int]) -> list[tuple[T, Gradients]]:
             weights = {id(p): nn.Parameter(p.detach()) for p in trained.values()}
             copies = replicate(self.module, weights, owns_buffers=False)
-            model, measurement = copies[id(self.module)], Measurement([copies[id(norm)] for norm in norms])
+            model, statistics = copies[id(self.module)], RunningStatistics()
+            statistics.begin(copies[id(norm)] for norm in all_statistics.norms)
             found = []
             for one in (given[i] for i in own):
-                with measurement.open() as statistics:
+                with statistics.leaf(one.index):
                     result = body(model, one)
                 for (name, x), y in zip(self.module.named_buffers(), model.buffers(), strict=True):
                     if not torch.equal(x, y):
                         raise changed_buffer(name)
-                found.append((result, take_gradients(weights.values(), one), statistics))
+                found.append((result, take_gradients(weights.values(), one)))
+            all_statistics.measured |= statistics.measured
             return found
 
         try:
             shares = rank_major(G, self.num_replicas)
             by_replica = self._run("micro-batches", [partial(compute, own) for own in shares if own])
-            unregistered.end()
             if stray := [name for name, p in trained.items() if p.grad is not None]:
                 raise ValueError(f"a gradient of {stray[0]!r} came past its replica: {INSTEAD}")
         finally:
             for p in trained.values():
                 p.grad = None
-        results, gradients, measured = zip(*chain(*by_replica), strict=True)
+        results, gradients = zip(*chain(*by_replica), strict=True)
         if not (weight := sum(one.weight for one in given)):
             raise ValueError("the weights of all micro-batches of the step sum to 0: nothing to average")
         for p, total in zip(trained.values(), tree_sum(gradients), strict=True):
             p.grad = None if total is None else (total * (1.0 / weight)).to(p.dtype)
-        apply(norms, dict(enumerate(measured)))
+        all_statistics.apply()
         if source is not None:
             source.advance()
         return list(results)
@@ -184,7 +185,7 @@ class ThreadedReplicas(WrappedOnce, OwnNames):
     def __instep_state__(self, *ignored: object) -> NoReturn:
         raise ValueError(f"ThreadedReplicas is for comparison, without Run, checkpoints, copies: {INSTEAD}")
 
-    __reduce_ex__ = __instep_state__  # of copies and pickles
+    __reduce__ = __instep_state__  # of copies and pickles
 
 
 def _has_rows(x: Any) -> bool:

@@ -29,7 +29,7 @@ from instep.events import GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
-from instep.reduce.norm import Clips, clipping, grad_norm
+from instep.reduce.norm import Clips, clipping, grad_norm, norm_over
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.rng.generators import global_generators, seed_generator
 from instep.rng.keys import derive
@@ -309,11 +309,9 @@ class StepWork:
         planned = training.health.planned(training.steps_done)
         if planned is not None:
             self._leave_out(planned)
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        known = self._clips.norm_of(gradients)
-        self._norms.append(grad_norm(gradients) if known is None else known)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        known = self._clips.norm_of([p.grad for p in stepped if p.grad is not None])
+        self._norms.append(norm_over(stepped) if known is None else known)
         self._clips.clear()
         self._judge(self._norms[-1])
         training.rank_state.holds = Holds.NOTHING

@@ -120,7 +120,8 @@ def why_not_rounded_alike(groups: Sequence[Mapping[str, Any]]) -> str | None:
     if torch.get_num_threads() == 1 or not any(p.itemsize == 2 and p.is_cpu for p in loops):
         return None
     return (
-        "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: pass "
+        "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: "
+        "pass "
         "fused=True to the optimizer, or keep float32 weights, with fully_shard(compute_dtype=torch.bfloat16)"
     )
 
@@ -142,7 +143,8 @@ def guard_state_dict(optimizer: Optimizer) -> None:
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     raise RuntimeError(
-        f"{type(optimizer).__name__}.state_dict() of sharded parameters has this rank's part alone: save with "
+        f"{type(optimizer).__name__}.state_dict() of sharded parameters has this rank's part alone: save "
+        "with "
         "instep.save(dir, model=model, optimizer=optimizer), for any number of ranks, or step with "
         "instep.ShardedOptimizer, whose state_dict() is whole"
     )
@@ -156,8 +158,10 @@ def require_state_of_shards(optimizer: Optimizer) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != p.shape:
                 raise ValueError(
-                    f"optimizer.load_state_dict() was given {key!r} of shape {tuple(value.shape)} for a shard of "
-                    f"shape {tuple(p.shape)}: load with instep.load(dir, model=model, optimizer=optimizer), which "
+                    f"optimizer.load_state_dict() was given {key!r} of shape {tuple(value.shape)} for a "
+                    "shard of "
+                    f"shape {tuple(p.shape)}: load with instep.load(dir, model=model, "
+                    "optimizer=optimizer), which "
                     "cuts what was saved for any number of ranks"
                 )
     optimizer.__dict__[SEEN] = optimizer.state
@@ -339,8 +343,8 @@ def describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
         kind = "trainable" if p.requires_grad else "frozen"
         dtype = str(p.dtype).removeprefix("torch.")
         lines.append(
-            f"parameter {k} of group {index}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, {p.device.type}, "
-            f"{_layout(p)}, {kind}"
+            f"parameter {k} of group {index}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, "
+            f"{p.device.type}, {_layout(p)}, {kind}"
         )
     return lines
 

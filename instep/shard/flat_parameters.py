@@ -31,9 +31,9 @@ class FlatParameters(Home):
     """``parameters`` of one dtype and device, whole on every rank, in flat memory laid out by ``rule``.
 
     At construction, collective: the parameters move into it, with the values that they have on the group's
-    first rank, or, unless ``aligned``, on each. ``outer`` is a home that they stay in: what ranks of ``group``
-    have alike of it is divided here. An optimizer steps the pieces in ``held``; ``share`` brings them to all
-    ranks. ``moved`` tells whose memory is another by now.
+    first rank, or, unless ``aligned``, on each. ``outer`` is a home that they stay in: what ranks of
+    ``group`` have alike of it is divided here. An optimizer steps the pieces in ``held``; ``share`` brings
+    them to all ranks. ``moved`` tells whose memory is another by now.
     """
 
     layout: FlatLayout
@@ -114,8 +114,8 @@ class FlatParameters(Home):
 
 class ShardedParameters:
     """Trainable parameters of the groups of an optimizer: this rank's shards of units, and new
-    ``FlatParameters``, laid out by ``rule``, one per dtype and device, for all others. Unless ``aligned``, new
-    ones keep each rank's values. Of a home that may be divided further (``Home.replicas``), each rank has
+    ``FlatParameters``, laid out by ``rule``, one per dtype and device, for all others. Unless ``aligned``,
+    new ones keep each rank's values. Of a home that may be divided further (``Home.replicas``), each rank has
     memory for what it holds of it.
 
     Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the own pieces by

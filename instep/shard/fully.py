@@ -149,7 +149,7 @@ class FullySharded(WrappedOnce):
             backward.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.nn.Module``, of the shards: also after a backward that raised, in the middle of a unit."""
+        """As ``torch.nn.Module``: of the shards, also after a backward that raised."""
         self.sharding.hooks.ended()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -342,12 +342,12 @@ def shardings(module: nn.Module) -> Iterator[Sharding]:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters of sharded modules in ``module`` are whole, on every rank. Collective.
 
-    To read them, to save ``module.state_dict()``, or to write to them: what was written is kept when the block
-    ends, and every rank has to write the same. Weights are what the optimizer steps: float32 where
+    To read them, to save ``module.state_dict()``, or to write to them: what was written is kept when the
+    block ends, and every rank has to write the same. Weights are what the optimizer steps: float32 where
     ``compute_dtype`` is less. Each rank needs memory for all of them.
 
     Args:
-        module: sharded by ``fully_shard``, as a whole or some of its parts; nothing happens to one that is not.
+        module: sharded by ``fully_shard``, as a whole or some of its parts.
 
     Raises:
         ValueError: inside a loop over ``micro_batches``.

@@ -3,10 +3,10 @@
     compute         |= unit 1 =|= unit 2 =|= unit 3 =
     communication   |~ 2 ~|     |~ 3 ~|    |~ 4 ~|         "parameter gather"
 
-A gather is an all-gather of S bytes over W ranks: each rank receives S (W-1)/W bytes. It is collective, so all
-ranks have to gather the same units in the same order. Nothing in a backend would notice if they did not: two
-units of one size would be paired, and a rank that left the step would be waited for until the deadline. So the
-ranks announce to each other, 8 bytes each, what they are about to gather:
+A gather is an all-gather of S bytes over W ranks: each rank receives S (W-1)/W bytes. It is collective, so
+all ranks have to gather the same units in the same order. Nothing in a backend would notice if they did not:
+two units of one size would be paired, and a rank that left the step would be waited for until the deadline.
+So the ranks announce to each other, 8 bytes each, what they are about to gather:
 
     a unit    all ranks announce the same one, or all raise
     IDLE      this rank has nothing to gather any more in this micro-batch, or has none, and takes part in
@@ -42,7 +42,8 @@ from instep.step.backward import is_in_backward
 
 IDLE, LEFT = -1, -2
 SAME_ORDER = (
-    "all ranks of a shard group must run the same units in the same order, also in an evaluation: let every rank "
+    "all ranks of a shard group must run the same units in the same order, also in an evaluation: let "
+    "every rank "
     "call the module equally often, and make what runs under a condition a part of one unit (units=[...])"
 )
 _functorch: Any = torch._C._functorch
@@ -189,7 +190,8 @@ class Gathers:
                 return LEFT
             who = [str(rank) for rank, x in zip(group.ranks, said, strict=True) if x == LEFT]
             raise Desync(
-                f"rank {', '.join(who)} left the step before its end, and rank {group.global_rank} was in {name}"
+                f"rank {', '.join(who)} left the step before its end, and rank {group.global_rank} was in "
+                f"{name}"
             )
         others = {x for x in said if x != IDLE}
         if len(others) > 1:
@@ -211,8 +213,8 @@ class UnitHooks:
     backward    the gradient of a module's output comes: the same, in the order of backward
     the end     of a forward without gradients, or of backward: everything is freed
 
-    Units of the whole module, the root, stay from forward to the end of backward, and so does the last unit of
-    forward, which backward needs first. A unit is not freed in backward before all its gradients have come
+    Units of the whole module, the root, stay from forward to the end of backward, and so does the last unit
+    of forward, which backward needs first. A unit is not freed in backward before all its gradients have come
     (``closed``). What a backward with ``create_graph`` has gathered stays until the next backward has ended,
     whose graph needs it.
     """
@@ -282,8 +284,10 @@ class UnitHooks:
             if (name := unit.hide()) is not None:
                 unit.free()
                 raise RuntimeError(
-                    f"parameter {name!r} was written to in forward, which is lost when its gathered weights go: "
-                    "keep what forward changes in a buffer, or write between steps, inside instep.gathered(module)"
+                    f"parameter {name!r} was written to in forward, which is lost when its gathered "
+                    "weights go: "
+                    "keep what forward changes in a buffer, or write between steps, inside "
+                    "instep.gathered(module)"
                 )
         if m is self.module:
             stay = {m, self._last} if watched and self._reshard else set(self._here) if watched else set()
@@ -337,7 +341,8 @@ class UnitHooks:
             if not unit.has_values:
                 raise ValueError(
                     f"parameter {unit.names[0]!r} was on the meta device and has no values yet: call "
-                    "materialise() on every rank, or load a checkpoint; under `instep run` it gets them where "
+                    "materialise() on every rank, or load a checkpoint; under `instep run` it gets them "
+                    "where "
                     "the loop over run.steps begins"
                 )
 

@@ -36,7 +36,9 @@ class Unfilled(Protocol):
     names: list[str]
     parameters: Any
     own_dtype: torch.dtype
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def shapes(self) -> Sequence[torch.Size]: ...

@@ -110,7 +110,7 @@ class SliceReducer(Reduction):
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
         self._works: list[Work] = []  # of this reduction, one per unit and round
         self._num_leaves_closed = 0
-        # By position: a shard's ``.grad`` while there is a gradient under no_sync, and whether it is zeros for that.
+        # By position: a shard's ``.grad`` while no_sync has kept a gradient, and whether it was put there for that.
         self._unreduced: dict[int, tuple[GradientShard, bool]] = {}
         self._update_digest = 0  # of the optimizers' steps and of writes to shards, on all ranks alike
         self.settled()
@@ -160,7 +160,8 @@ class SliceReducer(Reduction):
             self.drop_discarded()
         for i in self._discarded():  # into what is still here, autograd has accumulated by now
             raise ValueError(
-                f"the gradient of {self.names[i]!r} was kept under no_sync and discarded by zero_grad(), and a "
+                f"the gradient of {self.names[i]!r} was kept under no_sync and discarded by zero_grad(), "
+                "and a "
                 "backward of an earlier forward was added to it: discard before the forward"
             )
         for i, (_, is_placed) in self._unreduced.items():
@@ -204,7 +205,8 @@ class SliceReducer(Reduction):
         for name, p in zip(self.names, self.optimizer_parameters, strict=True):
             if len(p._backward_hooks or ()) > OWN_HOOKS or p._post_accumulate_grad_hooks:
                 raise ValueError(
-                    f"parameter {name!r} has a hook, and is a shard, to which autograd never comes: edit gradients "
+                    f"parameter {name!r} has a hook, and is a shard, to which autograd never comes: edit "
+                    "gradients "
                     "after backward, or use a hook of the module or of its output"
                 )
 
@@ -247,7 +249,7 @@ class SliceReducer(Reduction):
             for work in self._works:
                 work.wait()
             self._gathers.settle()
-        self._exchange_afterwards()
+        self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
             pieces = bucket.pieces()
@@ -259,20 +261,18 @@ class SliceReducer(Reduction):
         self.plan = None
 
     def leave(self) -> None:
-        if self.plan is None:
-            return
-        plan, self.plan, self.leaf = self.plan, None, None
-        self._gathers.leave()
-        if self.group.size > 1 and len(self._works) < self._num_exchanges:
-            turn, index = divmod(len(self._works), len(self.buckets))
-            header = self._header(self.buckets[index], plan, turn)
-            name, exchange = "leaving a step", self.exchange
-            self.lane.submit(name, lambda: exchange.announce_leave(header, name), awaited=False)
-        else:
-            self._leave_afterwards()
+        if self.plan is not None:
+            self._gathers.leave()
+            super().leave()
+
+    def _next_header(self, plan: StepPlan) -> Header | None:
+        if len(self._works) == self._num_exchanges:
+            return None
+        turn, index = divmod(len(self._works), len(self.buckets))
+        return self._header(self.buckets[index], plan, turn)
+
+    def _reset(self) -> None:
         self._works = []  # one that has failed holds all that it worked on
-        self.exchanges += 1
-        self.given_up = True
         self._drop_gradients()
 
     def abandon(self) -> None:

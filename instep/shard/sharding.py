@@ -399,7 +399,8 @@ def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
 
 def _used_outside(name: str, gradient: Tensor) -> None:
     raise ValueError(
-        f"parameter {name!r} was used outside of the forward of the module that it belongs to, where it is this "
+        f"parameter {name!r} was used outside of the forward of the module that it belongs to, where it is "
+        "this "
         "rank's shard: call that module, or make all that uses the parameter one unit, with "
         "fully_shard(..., units=[...]), or have it in no unit, which is then the root's"
     )

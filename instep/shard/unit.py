@@ -5,12 +5,13 @@
     flat             | 0 | 1 | ... | W-1 |   gathered, in the dtype of computation
     module.weight    inside: a parameter of its own, a view of ``flat`` in the full shape
 
-Autograd saves views of weights for backward. So ``flat`` is the same tensor in every step: ``free`` resizes its
-storage to nothing, and ``allocate`` brings the storage back for the next gather. What was saved in forward
-shows the weights again in backward. Whoever reads it in between gets torch's error about data that is not
-allocated.
+Autograd saves views of weights for backward. So ``flat`` is the same tensor in every step: ``free`` resizes
+its storage to nothing, and ``allocate`` brings the storage back for the next gather. What was saved in
+forward shows the weights again in backward. Whoever reads it in between gets torch's error about data that is
+not allocated.
 
-In stage 2, and in a world of one, weights of the same dtype are never freed: the shards are a part of ``flat``.
+In stage 2, and in a world of one, weights of the same dtype are never freed: the shards are a part of
+``flat``.
 
 Source: torch's ``_fully_shard/_fsdp_param.py`` (FSDP2), which resizes storages in the same way.
 """
@@ -40,8 +41,8 @@ class Unit(Home):
     """The parameters of ``members``, which are of one kind (``partition.by_kind``), sharded over ``group``.
 
     At construction, collective: of the values of the group's first rank each rank keeps its shards, in the
-    parameters' own dtype, or in float32 at least where they compute in ``compute_dtype``. Then, for every use:
-    ``allocate``, a gather that fills ``flat``, ``show``, ``hide``, ``free``. ``leave`` drops all values;
+    parameters' own dtype, or in float32 at least where they compute in ``compute_dtype``. Then, for every
+    use: ``allocate``, a gather that fills ``flat``, ``show``, ``hide``, ``free``. ``leave`` drops all values;
     ``lay_out`` shards over another group, without values until they are loaded.
 
     Args:
@@ -78,7 +79,7 @@ class Unit(Home):
             self.dtype = torch.promote_types(first.dtype, torch.float32)
             self.compute_dtype = first.dtype if first.is_complex() else compute_dtype
         self.own_dtype = first.dtype  # of the parameters as they came
-        self.device = (device or torch.device("cpu")) if first.is_meta else first.device
+        self._device = (device or torch.device("cpu")) if first.is_meta else first.device
         self.keeps = keeps
         self.is_vacant = vacant and first.is_meta
         self.has_values = not first.is_meta
@@ -120,6 +121,11 @@ class Unit(Home):
     def own_slice(self) -> Tensor:
         """This rank's part of ``flat``."""
         return self.flat.split(self.layout.slice_length)[self.group.rank]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._device
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -171,7 +177,7 @@ class Unit(Home):
             self._whole_versions = [x._version for x in self.whole]
 
     def hide(self) -> str | None:
-        """The module has the shards; the name of a parameter that was written to while it was whole, or None."""
+        """The module has the shards; the name of a whole parameter that was written to, or None."""
         if not self.is_shown:
             return None
         self.is_shown = False
@@ -194,7 +200,7 @@ class Unit(Home):
     def masters(self) -> Tensor:
         """(W * slice_length,) new memory for the values of all shards, with this rank's in place."""
         with torch.inference_mode(False):
-            flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
+            flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self._device)
         flat.split(self.layout.slice_length)[self.group.rank].copy_(self.slice)
         return flat
 
@@ -205,7 +211,7 @@ class Unit(Home):
 
     @contextmanager
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the user's parameters are ``values``, in the full shape; what was written to them is kept."""
+        """Inside, the user's parameters are ``values``, whole; what was written to them is kept."""
         self.is_made_whole = True
         for p, value in zip(self.parameters, values, strict=True):
             p.data = value
@@ -274,11 +280,11 @@ class Unit(Home):
 
     def _lay_out(self, group: Group) -> None:
         self.group = self.everyone = group
-        granule = max(align_bytes(self.device) // min(self.dtype.itemsize, self.compute_dtype.itemsize), 16)
+        granule = max(align_bytes(self._device) // min(self.dtype.itemsize, self.compute_dtype.itemsize), 16)
         self.layout = cut([shape.numel() for shape in self._shapes], group.size, granule)
         same = self.dtype == self.compute_dtype
         self._shares_memory = same and (self.keeps or group.size == 1)
-        self.flat = torch.zeros(self.layout.num_elements, dtype=self.compute_dtype, device=self.device)
+        self.flat = torch.zeros(self.layout.num_elements, dtype=self.compute_dtype, device=self._device)
         with torch.enable_grad():  # leaves, whose versions count for themselves
             views = [view.data for view in self.views_in(self.flat)]
         if not self.whole:
@@ -297,13 +303,13 @@ class Unit(Home):
         """The user's parameters become this rank's shards; of nothing, while the unit is vacant."""
         rank, length = self.group.rank, self.layout.slice_length
         if self.is_vacant:
-            self.slice = torch.zeros(0, dtype=self.dtype, device=self.device)
+            self.slice = torch.zeros(0, dtype=self.dtype, device=self._device)
         elif self._shares_memory:
             self.allocate()
             self.flat.zero_()
             self.slice = self.own_slice
         else:
-            self.slice = torch.zeros(length, dtype=self.dtype, device=self.device)  # the padding travels too
+            self.slice = torch.zeros(length, dtype=self.dtype, device=self._device)  # the padding travels too
         shards = [self.slice[:0].data.view(part_shape(shape, 0)) for shape in self._shapes]
         self.held = [
             ParameterShard(p, x.first, x.last, p, self._shapes[x.parameter])
@@ -320,7 +326,7 @@ class Unit(Home):
 
     def _adopt(self, values: Sequence[Tensor]) -> None:
         """Keep this rank's part of the first rank's ``values``."""
-        flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
+        flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self._device)
         if self.group.rank == 0:
             for view, value in zip(self.views_in(flat), values, strict=True):
                 view.copy_(value)

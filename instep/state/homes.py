@@ -104,9 +104,7 @@ class Home:
     parameters: Sequence[Tensor]
     held: list[ParameterShard]
     resident: bool = True  # every rank has all values between steps; else a rank has its ``held`` alone
-    has_values: bool = (
-        True  # False: from the meta device, or waiting for another group
-    )
+    has_values: bool = True  # False: from the meta device, or waiting for another group
     outer: Home | None = None  # the home whose ``held`` this one divides further
     replicas: Mesh | None = None  # an optimizer may divide what is replicated along its data axes
 
@@ -115,13 +113,13 @@ class Home:
         """Memory that holds other ranks' values for as long as they are needed."""
         return []
 
+    def shape_of(self, parameter: Tensor) -> torch.Size:
+        """The shape of all of ``parameter``, of which its memory here may have no elements."""
+        return parameter.shape
+
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         """The strides of all of ``parameter``, which its memory does not show at all times."""
         return parameter.stride()
-
-    def shape_of(self, parameter: Tensor) -> torch.Size:
-        """The shape of all of ``parameter``."""
-        return parameter.shape
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
@@ -170,7 +168,7 @@ def home(parameter: Tensor) -> Home | None:
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """The shape of all of ``parameter``, of which this rank may have a shard."""
+    """The shape of all of ``parameter``, wherever its elements are."""
     there = home(parameter)
     return parameter.shape if there is None else there.shape_of(parameter)
 

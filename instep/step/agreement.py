@@ -7,13 +7,12 @@ another collective than the others have started.
 
 *The first rank's values*: of parameters and buffers at construction, and of buffers once per step, after the
 gradients. Running statistics differ between ranks, since each has seen other samples; DDP lets rank 0's win
-before each forward, and sends all buffers for that. Here those that differ travel, in one message, and only
-bits that differ are written.
+before each forward, and sends all buffers for that. Here they are sent only if they differ, in one message,
+and only bits that differ are written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 import zlib
 from collections.abc import Container, Mapping, Sequence
@@ -109,83 +108,54 @@ def broadcast_values(module: nn.Module, group: Group, *, but: Container[int] = (
 
 
 class SharedBuffers:
-    """The buffers of ``module`` on all ranks of ``group``: the first rank's, and only what differs travels.
+    """The buffers of a module on all ranks of ``group``: the first rank's, sent in steps where they differ.
 
-    Most buffers are alike on all ranks for good: position ids, causal masks, rotary tables. So with its last
-    bucket each rank tells a checksum of its buffers. A buffer that has once differed, as running statistics
-    do after every step, is left out of it from then on, and travels in every step.
+    Most buffers are the same on all ranks: position ids, causal masks, rotary tables. So each rank sends a
+    checksum of its buffers with its last bucket, and where all are equal nothing follows. The checksum is of
+    the bytes, since no version counter moves where ``.data``, numpy or a kernel writes; it takes a
+    millisecond for 6 MB. Buffers on a GPU would have to be fetched for it, and are sent in every step.
 
-        all tell the same       nothing follows but what has differed before, if anything has
-        they do not             they tell a hash of each buffer: what differs travels, now and later
-
-    The bytes are looked at, since no version counter moves where ``.data``, numpy or a kernel writes: by the
-    CRC-32 of each buffer, which takes some microseconds, and a millisecond for 6 MB. What is not in the
-    processor's memory would have to be fetched for it, and travels in every step.
-
-    At the end of a step: ``look``, whose number goes with the last bucket; then, with what all have said,
-    ``exchange`` if there is something to.
+    At the end of a step: ``checksum``, which goes with the last bucket; then ``differ``, with those of all
+    ranks, and ``exchange`` if they do.
     """
 
     def __init__(self, registry: ParameterRegistry, group: Group) -> None:
         self.module, self.group = registry.module, group
         self._registry = registry
-        self._seen: list[tuple[str, Tensor]] = []  # of this step
-        self._differed: set[str] = set()  # alike on all ranks
+        self._buffers: list[tuple[str, Tensor]] = []  # of this step
 
-    def look(self) -> int:
-        """A number, of 63 bits, for what this rank has now; 0 for nothing."""
-        self._seen = []
+    def checksum(self) -> int:
+        """32 bits for the names, shapes and dtypes of this rank's buffers, then 31 bits for their values."""
+        self._buffers = []
         for _, module in self._registry.named_modules:
             if module._buffers:
                 break
         else:
             return 0
-        self._seen = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
-        whole = hashlib.sha256()
-        for name, x in self._seen:
-            checksum = 0 if self._travels(name, x) else zlib.crc32(_values(x))
-            whole.update(f"{self._line(name, x)}, {checksum}\n".encode())
-        return int.from_bytes(whole.digest()[:8], "little") >> 1
+        self._buffers = [(name, x) for name, x in self.module.named_buffers() if not x.is_meta]
+        values = 0
+        for _, x in self._buffers:
+            if x.is_cpu:
+                values = zlib.crc32(as_bytes(x).numpy().data, values)
+        return zlib.crc32("\n".join(self._lines()).encode()) << 31 | values >> 1
 
-    def differ(self, said: Sequence[int]) -> bool:
-        """Whether there is something to exchange where the ranks have ``said`` this; alike on all ranks.
+    def differ(self, checksums: Sequence[int]) -> bool:
+        """Whether to ``exchange``; the same on all ranks."""
+        return len(set(checksums)) > 1 or not all(x.is_cpu for _, x in self._buffers)
 
-        Where no bucket was sent, nothing was said: all parameters are another wrapper's.
-        """
-        alike = len(set(said)) == 1 or not (said or self._seen)
-        if alike and not any(self._travels(name, x) for name, x in self._seen):
-            self._seen = []
-            return False
-        return True
-
-    def exchange(self, said: Sequence[int]) -> None:
-        """Take the first rank's values of all that differs. Collective.
+    def exchange(self, checksums: Sequence[int]) -> None:
+        """Take the first rank's values. Collective.
 
         Raises:
             ValueError: the ranks have other buffers; on all, naming the first difference.
         """
-        if len(set(said)) != 1:
-            self._compare()
-        broadcast_buffers(self.module, [x for name, x in self._seen if self._travels(name, x)], self.group)
-        self._seen = []
+        if len({checksum >> 31 for checksum in checksums}) > 1:
+            fix = ": where each rank makes buffers of its own, pass broadcast_buffers=False"
+            require_same_lines(self.group, "buffers", self._lines(), fix=fix)
+        broadcast_buffers(self.module, [x for _, x in self._buffers], self.group)
 
-    def _compare(self) -> None:
-        """Find out which differ. Collective."""
-        lines = [self._line(name, x) for name, x in self._seen]
-        fix = ": where each rank makes buffers of its own, pass broadcast_buffers=False"
-        require_same_lines(self.group, "buffers", lines, fix=fix)
-        mine = b"".join(hashlib.sha256(_values(x)).digest() for _, x in self._seen)
-        by_rank = self.group.all_gather_bytes(mine, "the comparison of buffers")
-        for i, (name, _) in enumerate(self._seen):
-            if len({data[32 * i : 32 * i + 32] for data in by_rank}) > 1:
-                self._differed.add(name)
-
-    @staticmethod
-    def _line(name: str, x: Tensor) -> str:
-        return f"buffer {_describe(name, x)}, on {x.device.type}"
-
-    def _travels(self, name: str, x: Tensor) -> bool:
-        return name in self._differed or not x.is_cpu
+    def _lines(self) -> list[str]:
+        return [f"buffer {_describe(name, x)}, on {x.device.type}" for name, x in self._buffers]
 
 
 def broadcast_buffers(module: nn.Module, chosen: Sequence[Tensor], group: Group) -> None:
@@ -217,10 +187,6 @@ def broadcast_buffers(module: nn.Module, chosen: Sequence[Tensor], group: Group)
                 owner._buffers[name] = new[mine]
     for buffer in new.keys() - held:
         buffer.detach().copy_(new[buffer])
-
-
-def _values(x: Tensor) -> memoryview:
-    return as_bytes(x).cpu().numpy().data
 
 
 def _describe(name: str, x: Tensor) -> str:

@@ -17,7 +17,6 @@ returns, or an input, outlives the forward, and would collect one each time.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -71,23 +70,20 @@ class Backward:
     ``look_back``, finds that it began.
 
     ``sync`` is the switch behind ``no_sync``; ``step_mode`` the one of the last step. ``hooks`` are to be
-    removed when the wrapper goes. ``changes`` names what a step changes here. ``called``: whose forward is
-    watched, by default the module's. ``records``: forwards and backwards become events; else the wrapper
-    records them, which knows more.
+    removed when the wrapper goes. ``changes`` names what a step changes here. ``records``: forwards and
+    backwards become events; else the wrapper records them, which knows more.
     """
 
-    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged", "_warned")
+    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged")
 
     def __init__(
         self,
         declared: DeclaredStep,
         *,
         broadcast: bool,
-        called: nn.Module | None = None,
         records: bool = True,
     ) -> None:
         self.module = declared.module
-        called = self.module if called is None else called
         self.reducer = declared.reducer
         self.declared = declared
         self.registry = declared.registry
@@ -99,7 +95,6 @@ class Backward:
         shares = broadcast and self.reducer.group.size > 1
         self._buffers = SharedBuffers(self.registry, self.reducer.group) if shares else None
         self._exchanged = False  # all that has come since the last optimizer step
-        self._warned = False
         self._runs = False  # a backward
         self._task = NO_TASK  # the outermost one of it
         self._marks: list[Mark] = []  # of the outputs that it has come to
@@ -113,8 +108,8 @@ class Backward:
             for i, parameter in enumerate(self.reducer.parameters)
         ]
         self.hooks: list[Any] = [
-            called.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
-            called.register_forward_hook(Hook(weakly(self._forward_ended))),
+            self.module.register_forward_pre_hook(Hook(weakly(self._forward_begins)), with_kwargs=True),
+            self.module.register_forward_hook(Hook(weakly(self._forward_ended))),
             *declared.keys.hooks,
             declared.statistics,
             *self._gradient_hooks,
@@ -204,13 +199,6 @@ class Backward:
             )
         if now is not None:
             return
-        if mark.sync != self.sync and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"no_sync was {_on(not mark.sync)} in forward and {_on(not self.sync)} in backward: forward "
-                f"decides, as in DDP: this backward is {'' if mark.sync else 'not '}synchronised",
-                stacklevel=2,
-            )
         if mark.sync and self.reducer.plan is None:
             self._begin()
 
@@ -224,7 +212,7 @@ class Backward:
         try:
             self.reducer.close_leaf()
             if shared is not None:
-                self.reducer.buffers = shared.look()
+                self.reducer.buffers = shared.checksum()
             self.reducer.finish()
         except BaseException:
             self.reducer.leave()
@@ -291,10 +279,6 @@ def release(hooks: Iterable[Any], lane: Lane, *groups: Group) -> None:
     lane.close()
     for group in groups:
         group.close()
-
-
-def _on(switch: bool) -> str:
-    return "on" if switch else "off"
 
 
 def _name(micro_batch: int | None) -> str:

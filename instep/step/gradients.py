@@ -7,28 +7,27 @@ In between it is a view of the bucket wherever it can be, which saves the memory
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from instep.reduce.buckets import Bucket, Bundle, Slot, wire_dtype
+from instep.reduce.buckets import Bucket, Bundle, wire_dtype
 
 NO_OTHER_USER = 2  # references to an object: one variable, and the argument of the call that counts
 LARGE_BYTES = 1 << 16  # smaller gradients are quicker copied many in a call
 
 
 class Gradients:
-    """The ``.grad`` of all ``parameters``; those at the positions ``sparse`` shall have a sparse one.
+    """The ``.grad`` of all ``parameters``.
 
     In a leaf: the reduction notes in ``came`` the ``.grad`` that autograd has left, and its version (None
     where hooks may still edit it); ``land`` when a bucket is whole. After the exchange: ``attach``.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], sparse: Collection[int]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self.names = names
         self.parameters = parameters
-        self._sparse = sparse
         self.is_large = [parameter.nbytes >= LARGE_BYTES for parameter in parameters]
         self.came: dict[int, tuple[Tensor, int] | None] = {}  # of the open leaf, by parameter
         self._settled: dict[int, Tensor] = {}  # .grad that lies in the bucket of the open leaf, for as long
@@ -42,7 +41,7 @@ class Gradients:
         not ``is_large``. Code that keeps a ``.grad`` that is not ``final`` keeps the one in the bucket.
         """
         gradient = self.parameters[i].grad
-        if gradient is None or gradient.is_sparse or gradient.requires_grad or not gradient.is_cpu:
+        if gradient is None or gradient.requires_grad or not gradient.is_cpu:
             return
         if not _look_alike(gradient, view) or _share(gradient, view):
             return
@@ -84,12 +83,10 @@ class Gradients:
                 )
             if gradient.dtype is not bucket.dtype or gradient.device != bucket.device:
                 self._require_kind(i, gradient, bucket)
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
             if gradient.requires_grad:
                 gradient = gradient.detach()
             if begin <= gradient.data_ptr() < end:
-                if _is(gradient, view) and not adds:
+                if not adds and gradient.data_ptr() == view.data_ptr() and _look_alike(gradient, view):
                     continue
                 gradient = gradient.clone()  # from memory that is written to
             views.append(view)
@@ -101,59 +98,57 @@ class Gradients:
 
     def take(self, bucket: Bundle) -> None:
         """The gradients are in the bucket alone from now on; code that has kept a ``.grad`` has a copy."""
-        for slot in bucket.slots:
-            self._remove(slot.position)
+        self._remove([slot.position for slot in bucket.slots])
 
-    def attach(self, slot: Slot, view: Tensor, *, whole: bool) -> None:
-        """Make ``.grad`` the ``view`` of ``slot`` in the bucket's home, or a copy of a ``whole`` one where it
-        has to look otherwise.
+    def attach(self, bucket: Bucket, numbers: Iterable[int], *, whole: bool) -> None:
+        """Make ``.grad`` of the slots ``numbers`` a view of the bucket's home.
 
+        Where dtype or layout have to be others it is a copy, if the gradient is ``whole``.
         Optimizers rely on a gradient having the dtype of its parameter; fused ones read parameter and
         gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
-        stays it, because code that has kept it may rely on that.
+        stays ``.grad``, because code that has kept it may rely on that.
         """
-        parameter = self.parameters[slot.position]
-        gradient = parameter.grad
-        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
-            gradient = None
-        if slot.position in self._sparse:
-            if whole:
-                parameter.grad = view.to_sparse(1)
-        elif view.dtype != parameter.dtype or view.stride() != parameter.stride():
-            if whole:
-                if gradient is None or gradient.stride() != parameter.stride():
-                    gradient = parameter.grad = torch.empty_like(parameter.detach())
-                gradient.copy_(view)
-        elif gradient is None:
-            parameter.grad = view.data  # for users no view: those cannot be detached in place
-        elif not _is(gradient, view):
-            gradient.data = view
+        views = bucket.views(bucket.home)
+        for k in numbers:
+            view, parameter = views[k], self.parameters[bucket.slots[k].position]
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                gradient = None
+            if view.dtype != parameter.dtype or view.stride() != parameter.stride():
+                if whole:
+                    if gradient is None or gradient.stride() != parameter.stride():
+                        gradient = parameter.grad = torch.empty_like(parameter.detach())
+                    gradient.copy_(view)
+            elif gradient is None:
+                parameter.grad = view.data  # for users no view: those cannot be detached in place
+            elif gradient.data_ptr() != view.data_ptr() or not _look_alike(gradient, view):
+                gradient.data = view
 
     def num_attached(self, bucket: Bucket) -> int:
         """How many are views of the bucket's memory now."""
         home = bucket.home.untyped_storage().data_ptr()
         gradients = [self.parameters[slot.position].grad for slot in bucket.slots]
-        return sum(
-            g is not None and not g.is_sparse and g.untyped_storage().data_ptr() == home for g in gradients
-        )
+        return sum(g is not None and g.untyped_storage().data_ptr() == home for g in gradients)
 
     def drop(self) -> None:
         """No parameter has a gradient any more."""
         self.came.clear()
-        for i in range(len(self.parameters)):
-            self._remove(i)
+        self._remove(range(len(self.parameters)))
 
-    def _remove(self, i: int) -> None:
-        self.parameters[i].grad = None
-        gradient = self._settled.pop(i, None)
-        if gradient is not None and sys.getrefcount(gradient) > NO_OTHER_USER:
-            gradient.data = gradient.clone()
+    def _remove(self, positions: Sequence[int]) -> None:
+        for i in positions:
+            self.parameters[i].grad = None
+        for i in [i for i in positions if i in self._settled] if self._settled else ():
+            gradient = self._settled.pop(i)
+            if sys.getrefcount(gradient) > NO_OTHER_USER:
+                gradient.data = gradient.clone()
 
     def _require_kind(self, i: int, gradient: Tensor, bucket: Bundle) -> None:
         if wire_dtype(gradient.dtype) != bucket.dtype or gradient.device != bucket.device:
             raise ValueError(
-                f"parameter {self.names[i]!r} has a gradient in {gradient.dtype} on {gradient.device}, but "
-                "had another dtype or device when the model was wrapped: convert first, then wrap"
+                f"parameter {self.names[i]!r}: expected a gradient whose sum is in {bucket.dtype} on "
+                f"{bucket.device}, as when the model was wrapped, got {gradient.dtype} on {gradient.device}: "
+                "convert the module before it is wrapped"
             )
 
 
@@ -169,13 +164,6 @@ def _look_alike(x: Tensor, y: Tensor) -> bool:
         and x.is_conj() == y.is_conj()
         and x.is_neg() == y.is_neg()
     )
-
-
-def _is(gradient: Tensor, view: Tensor) -> bool:
-    """Whether ``gradient`` is ``view``: not its transpose, say."""
-    if gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
-        return False
-    return _look_alike(gradient, view)
 
 
 def _share(gradient: Tensor, view: Tensor) -> bool:

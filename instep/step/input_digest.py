@@ -53,8 +53,7 @@ class InputDigest:
     @property
     def word(self) -> int:
         """What this rank has to report: 62 bits, 0 for nothing."""
-        is_over = self._steps > LOOKED or not self._first
-        return 0 if is_over else (self._first or 0) << 1 | self._varied
+        return 0 if self._steps > LOOKED or not self._first else self._first << 1 | self._varied
 
     def begin(self, leaves: Sequence[Sequence[int]], *, looks: bool) -> None:
         """A step begins, of ``leaves`` by rank; not ``looks``: its data is known to be right."""

@@ -10,7 +10,7 @@ In the place of G stands a ``DataSource`` that knows it, and gives each micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
@@ -20,16 +20,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from instep.hook import weakly
 from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
 from instep.reduce.placeholder import slices_of
 from instep.rng.keys import LeafKeys
-from instep.step.input_digest import InputDigest
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
-from instep.step.unregistered import UnregisteredWeights
 
 
 @dataclass
@@ -131,11 +128,8 @@ class DeclaredStep:
         self.reducer = reducer
         self.keys = keys
         self.registry = registry
-        self.unregistered = UnregisteredWeights(module)
-        self.statistics = RunningStatistics(reducer.group, reducer.lane)
-        self.written = WrittenWeights()
-        self.inputs = InputDigest()
-        reducer.input_digest = weakly(self._input_digest)
+        self.statistics = RunningStatistics()
+        self.inputs = reducer.inputs
         self._steps = 0
         self.micro_batch: MicroBatch | None = None
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, int, Tensor | None]] = []
@@ -148,9 +142,6 @@ class DeclaredStep:
         if self.micro_batch is not None and self._weight_taken is None:
             self._weight_taken = self.micro_batch.checked_weight()
             self.reducer.weight += self._weight_taken
-
-    def _input_digest(self) -> int:
-        return self.inputs.word
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
@@ -200,14 +191,14 @@ class DeclaredStep:
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
             zeroed = self._check_start(plan.num_leaves)
-            num_running = self.statistics.begin(m for _, m in self.registry.named_modules)
+            self.statistics.begin(m for _, m in self.registry.named_modules)
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
             if own and not reducer.sharded:
                 reducer.has_zeros(zeroed)
             self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
-            if num_running:
-                reducer.go_on_with(self.statistics, num_running)
+            if self.statistics.norms:
+                reducer.statistics = self.statistics
         self._step, self._open = plan.step, plan
         ended = False
         try:
@@ -215,7 +206,6 @@ class DeclaredStep:
                 yield own
             with span("finish", lane="host"):
                 self._check_buffers()
-                self.unregistered.end()
                 reducer.finish()
                 self.statistics.apply()
                 if reducer.group.rank == 0:
@@ -244,7 +234,7 @@ class DeclaredStep:
             with self.keys.leaf(self._step, leaf), self.statistics.leaf(leaf):
                 yield
             self._check(micro_batch, gradients=gradients)
-            self.written.ended(leaf)
+            self._check_weights(leaf)
             if gradients:
                 self.reducer.close_leaf()
         self.micro_batch = None
@@ -275,8 +265,10 @@ class DeclaredStep:
         self._steps += 1
         self.registry.check()
         zeroed = require_no_gradients(self.reducer.names, self.reducer.optimizer_parameters)
-        self.unregistered.begin()
-        self.written.begin([*self.registry.trainable, *self.registry.frozen])
+        weights = [*self.registry.trainable, *self.registry.frozen]
+        self._weights = [(name, p) for name, p in weights if not p.is_inference()]
+        self._versions = [p._version for _, p in self._weights]
+        self._written: dict[str, Tensor] = {}  # what the last micro-batch that wrote has left
         self._buffers = []
         for name, module in self.registry.named_modules:
             for key, x in module._buffers.items():
@@ -309,55 +301,30 @@ class DeclaredStep:
                 f"{micro_batch.weight} now: set micro_batch.weight before backward"
             )
 
+    def _check_weights(self, index: int) -> None:
+        """What follows a write to a weight depends on which rank has which micro-batch.
+
+        What is put back in the same micro-batch (weights moved aside for a second forward), and what is the
+        same after each (weights that forward clamps), does not.
+        """
+        before, self._versions = self._versions, [p._version for _, p in self._weights]
+        for (name, p), old, now in zip(self._weights, before, self._versions, strict=True):
+            if old == now:
+                continue
+            if name in self._written and not torch.equal(self._written[name], p):
+                raise ValueError(
+                    f"parameter {name!r} was written to in micro-batch {index}: what other micro-batches "
+                    "find would depend on which rank has them. Write to weights between steps, or put back "
+                    "what was there before the micro-batch ends"
+                )
+            self._written[name] = p.detach().clone()
+
     def _check_buffers(self) -> None:
         for name, owner, key, buffer, version, before in self._buffers:
             now = owner._buffers[key]
             same = now is buffer and (buffer is None or buffer._version == version)
             if not same or (now is not None and before is not None and not torch.equal(now, before)):
                 raise changed_buffer(name)
-
-
-class WrittenWeights:
-    """Weights that a program writes to inside a declared step, where the next micro-batch would find others.
-
-    Which micro-batches come after a write depends on which rank has them, so the bits would depend on the
-    placement. What is put back in the same micro-batch (weights moved aside for a second forward), and what
-    is the same after each (weights that forward clamps), depends on none. So what a rank's micro-batches
-    leave counts, one after the other; it is kept of those weights only whose version tells of a write.
-
-    In a step: ``begin`` with all weights, by name, then ``ended`` after each micro-batch of this rank.
-    """
-
-    def begin(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """A declared step begins."""
-        self._weights = [(name, p) for name, p in weights if not p.is_inference()]
-        self._versions = self._count()
-        self._left: dict[str, Tensor] = {}  # what the last micro-batch that wrote has left
-
-    def ended(self, index: int) -> None:
-        """Micro-batch ``index`` has ended.
-
-        Raises:
-            ValueError: it has left another value of a weight than the one before it, on this rank.
-        """
-        before, self._versions = self._versions, self._count()
-        if before == self._versions:
-            return
-        for (name, p), old, now in zip(self._weights, before, self._versions, strict=True):
-            if old != now:
-                self._look(name, p.detach().clone(), index)
-
-    def _look(self, name: str, value: Tensor, index: int) -> None:
-        if name in self._left and not torch.equal(self._left[name], value):
-            raise ValueError(
-                f"parameter {name!r} was written to in micro-batch {index}: what other micro-batches find "
-                "would depend on which rank has them. Write to weights between steps, or put back what was "
-                "there before the micro-batch ends"
-            )
-        self._left[name] = value
-
-    def _count(self) -> list[int]:
-        return [p._version for _, p in self._weights]
 
 
 def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> set[int]:

@@ -1,14 +1,13 @@
-"""A module is wrapped once: what finds another wrapper around it, or inside of it.
+"""Modules that cannot be wrapped, and wrappers around wrappers.
 
-Two wrappers exchange the same gradients, each out of ``.grad`` and back into it, while the other one does.
-With torch's DDP and ``gradient_as_bucket_view`` the weights are wrong; without it they are right by luck, to
-rounding, and where the outer one only accumulates (``no_sync``), the inner one goes on exchanging. Frameworks
-do it unasked: accelerate's ``prepare`` puts torch's DDP around each model that it is given, and so does the
-Trainer of transformers.
+Two wrappers exchange the same gradients, each out of ``.grad`` and back into it while the other one does.
+With torch's DDP and ``gradient_as_bucket_view`` the weights are wrong; without it they are right by luck.
+Frameworks do it unasked: accelerate's ``prepare`` puts torch's DDP around each model that it is given, and so
+does the Trainer of transformers.
 
-    inside     construction looks (``require_unwrapped``)
-    around     torch's wrappers come to the module themselves, and meet ``WrappedOnce``: DDP asks it for what
-               to leave out, and FSDP, in both forms, marks each module that it takes over
+    inside     construction looks (``require_supported``), and ``optimizer_guard`` for instep's own wrappers
+    around     torch's wrappers ask the module: DDP for the names to leave out, and FSDP, in both forms, marks
+               each module that it takes over: ``WrappedOnce`` answers
     further    torch's DDP around a module with a wrapper somewhere in it: the first forward notices
     out        (``require_outermost``)
 """
@@ -16,19 +15,22 @@ Trainer of transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from itertools import islice
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.rng.attributes import own_attributes
+from instep.step.optimizer_guard import owners_of
+
+WIDTH = 1000  # elements looked at in a container, which may be a data set
 DDP, FSDP = "torch's DistributedDataParallel", "torch's FSDP"
 
 
 class WrappedOnce:
-    """What exchanges gradients, so that nothing else that does may be put around it.
-
-    ``is_outermost``: nor may what instep has.
-    """
+    """Exchanges gradients: nothing else that does may be put around it; nor instep's, if ``is_outermost``."""
 
     is_outermost: ClassVar[bool] = False
 
@@ -36,7 +38,7 @@ class WrappedOnce:
     def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
         """torch's DDP goes through these names first of all."""
         raise _around(DDP, f"instep's {type(self).__name__}")
-        yield  # not before it is asked for the first name: who only looks at attributes gets no error
+        yield  # so that reading the attribute raises nothing
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -47,11 +49,35 @@ class WrappedOnce:
         raise _around(FSDP, f"instep's {type(self).__name__}")
 
 
-def require_unwrapped(module: nn.Module) -> None:
-    """Raise ``ValueError`` if torch, or a pipeline, has wrapped ``module``, or a part of it that is trained.
+def require_supported(module: nn.Module) -> None:
+    """Raise ``ValueError`` if ``module`` has a part whose gradients cannot be exchanged."""
+    require_unwrapped(module)
+    if "module" in module._modules:
+        raise ValueError(
+            "the module has a part called 'module', as the wrapper calls the module itself, so that "
+            "'module.weight' would mean two things: give the part another name"
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name!r} is a TorchScript module, which takes no hooks: wrap the Python module, and use "
+                "torch.compile"
+            )
+        is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and part.sparse and part.weight.requires_grad:
+            raise ValueError(f"{name!r} has sparse gradients: make it with sparse=False")
+    registered = {id(p) for p in module.parameters()}
+    for name, key, value in own_attributes(module.named_modules()):
+        if any(id(x) not in registered and not owners_of([x]) for x in _trainable(value)):
+            raise ValueError(
+                f"{f'{name}.{key}'.lstrip('.')!r} holds trainable weights that are no parameters of the "
+                "module, so that their gradients would stay on this rank: register them (nn.ParameterList, "
+                "nn.ModuleList), freeze them (requires_grad_(False)), or wrap them first"
+            )
 
-    Other parts that instep has wrapped are refused elsewhere (``optimizer_guard.require_unowned``).
-    """
+
+def require_unwrapped(module: nn.Module) -> None:
+    """Raise ``ValueError`` if torch or a pipeline has wrapped ``module`` or a part of it that is trained."""
     for name, part in module.named_modules():
         wrapper = _wrapper(part)
         if wrapper is not None and any(p.requires_grad for p in part.parameters()):
@@ -69,6 +95,16 @@ def require_outermost(parameters: Iterable[Tensor]) -> None:
         theirs = set(map(id, outer._module_parameters))
         if not theirs.isdisjoint(map(id, parameters)):
             raise _around(DDP, "a model of which instep has wrapped a part")
+
+
+def _trainable(value: Any) -> Iterator[Tensor]:
+    """The trainable leaves of autograd that an attribute is, or holds in a list, tuple or dict."""
+    held = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    )
+    for x in islice(held, WIDTH):
+        tensors = x.parameters() if isinstance(x, nn.Module) else [x]
+        yield from (t for t in tensors if isinstance(t, Tensor) and t.is_leaf and t.requires_grad)
 
 
 def _wrapper(part: nn.Module) -> str | None:

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.net.process_group import Group
-from instep.reduce.placeholder import by_slices, slices_of
+from instep.reduce.placeholder import Placeholder, by_slices, slices_of
 
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction
@@ -63,7 +62,8 @@ class Owner:
         self.position = position
         self.release = release
         self.reductions_used = reducer.num_reductions  # by the last optimizer step
-        self._accepted: tuple[weakref.ref[Tensor], int] | None = None  # a gradient, and its version
+        # A gradient that is the same on all ranks, and its version: any number of steps may use it.
+        self.accepted: tuple[weakref.ref[Tensor], int] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -97,12 +97,11 @@ class Owner:
             return None
         return FROZEN if self.position is None else BY_HAND
 
-    def accept(self, gradient: Tensor | None) -> None:
-        """``gradient`` is the same on all ranks: any number of steps may use it."""
-        self._accepted = None if gradient is None else (weakref.ref(gradient), gradient._version)
+    def accept(self, gradient: Tensor) -> None:
+        self.accepted = weakref.ref(gradient), gradient._version
 
     def _is_accepted(self, gradient: Tensor) -> bool:
-        known = self._accepted
+        known = self.accepted
         return known is not None and known[0]() is gradient and known[1] == gradient._version
 
 
@@ -112,7 +111,6 @@ Doubt: TypeAlias = tuple[Owner, Tensor, str]
 """A parameter, its gradient that no exchange has seen, and why no step may use it where ranks differ."""
 
 _owners: dict[int, Owner] = {}  # by the identity of a parameter
-_refused: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> gradient (None: any), and why not
 
 
 def owner_of(tensor: Tensor) -> Owner | None:
@@ -135,7 +133,8 @@ def watch(reducer: Reduction, frozen: Sequence[tuple[str, Tensor]], release: Cal
         if before is not None and before.is_alive and before.position is not None:
             continue  # another wrapper reduces it, when it is not frozen
         _owners[id(parameter)] = owner = Owner(parameter, reducer, name, None, release)
-        owner.accept(parameter.grad)  # from before it was frozen: as good as the weights are
+        if parameter.grad is not None:  # from before it was frozen: as good as the weights are
+            owner.accept(parameter.grad)
 
 
 def _drop(key: int, reference: weakref.ref[Tensor]) -> None:
@@ -148,24 +147,6 @@ def forget(parameters: Iterable[Tensor]) -> None:
     """Nobody owns ``parameters`` any more."""
     for parameter in parameters:
         _owners.pop(id(parameter), None)
-
-
-def refuse(tensor: Tensor, reason: str) -> None:
-    """No optimizer may step ``tensor``, which no wrapper reduces, with the gradient that it has."""
-    assert tensor.grad is not None
-    _refused[tensor] = weakref.ref(tensor.grad), reason
-
-
-def hold_back(tensors: Iterable[Tensor], reason: str) -> None:
-    """No optimizer may step any of ``tensors``, until ``accept``, as long as it has a gradient."""
-    for tensor in tensors:
-        _refused[tensor] = None, reason
-
-
-def accept(tensors: Iterable[Tensor]) -> None:
-    """What ``hold_back`` has said of these is over."""
-    for tensor in tensors:
-        _refused.pop(tensor, None)
 
 
 def require_unowned(parameters: Sequence[Tensor]) -> None:
@@ -210,8 +191,7 @@ def reduced(reducer: Reduction) -> None:
 
 def require_reduced(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` if a gradient that ``optimizer`` would use was not exchanged."""
-    parameters = _parameters(optimizer)
-    _require_reduced(parameters, _owned(parameters))
+    _require_reduced(_owned(optimizer))
 
 
 def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
@@ -219,7 +199,7 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
 
     Wherever its ranks have gone instead of making this step, that is where they come next.
     """
-    for reducer, members in _owned(_parameters(optimizer)).items():
+    for reducer, members in _owned(optimizer).items():
         is_alive = any(owner.is_alive for _, owner in members)
         if is_alive and reducer.all_step and set(group.ranks) <= set(reducer.group.ranks):
             return reducer
@@ -230,44 +210,38 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _owned(parameters: Iterable[Tensor]) -> Owned:
+def _owned(optimizer: Optimizer) -> Owned:
+    """Twice in every step: without a call per parameter."""
     found: dict[Reduction, list[tuple[Tensor, Owner]]] = {}
-    for parameter in parameters:
-        if (owner := owner_of(parameter)) is not None and (reducer := owner.reducer()) is not None:
-            found.setdefault(reducer, []).append((parameter, owner))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = _owners.get(id(parameter))
+            reducer = None if owner is None or owner.parameter() is not parameter else owner.reducer()
+            if owner is not None and reducer is not None:
+                found.setdefault(reducer, []).append((parameter, owner))
     return found
 
 
-def _require_reduced(parameters: Sequence[Tensor], owned: Owned) -> None:
-    for parameter in parameters if _refused else ():
-        gradient, reason = _refused.get(parameter, (None, None))
-        if (
-            reason is not None
-            and parameter.grad is not None
-            and (gradient is None or gradient() is parameter.grad)
-        ):
-            raise RuntimeError(f"optimizer.step(): {reason}")
+def _require_reduced(owned: Owned) -> None:
     for reducer in owned:
-        if (problem := _no_gradient(reducer)) is not None:
-            raise RuntimeError(f"optimizer.step() {problem}")
-    doubts = {reducer: _doubts(reducer, members) for reducer, members in owned.items()}
-    for reducer, its in doubts.items():
-        if its:
-            _require_same(reducer, its)
-
-
-def _no_gradient(reducer: Reduction) -> str | None:
-    """Why there cannot be a gradient to step with, or None."""
-    if not reducer.all_step and reducer.group.rank:
-        return "on a worker of a ParameterServer, which has no gradient: call server.step() on every rank"
-    if reducer.plan is not None and reducer.plan.declared:
-        return "inside micro_batches(): the gradient is there when the loop has ended"
-    if reducer.given_up:
-        return (
-            "after a step that was given up, by an exception or by leaving the loop over micro_batches() "
-            "before its end: there is no gradient. In zip(), micro_batches() has to come first"
-        )
-    return None
+        if not reducer.all_step and reducer.group.rank:
+            raise RuntimeError(
+                "optimizer.step() on a worker of a ParameterServer, which has no gradient: call "
+                "server.step() on every rank"
+            )
+        if reducer.plan is not None and reducer.plan.declared:
+            raise RuntimeError(
+                "optimizer.step() inside micro_batches(): the gradient is there when the loop has ended"
+            )
+        if reducer.given_up:
+            raise RuntimeError(
+                "optimizer.step() after a step that was given up, by an exception or by leaving the loop "
+                "over micro_batches() before its end: there is no gradient. In zip(), micro_batches() has to "
+                "come first"
+            )
+    for reducer, members in owned.items():
+        if doubts := _doubts(reducer, members):
+            _require_same(reducer, doubts)
 
 
 def _doubts(reducer: Reduction, members: Sequence[tuple[Tensor, Owner]]) -> list[Doubt]:
@@ -299,16 +273,15 @@ def _require_same(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    parameters = _parameters(optimizer)
-    owned = _owned(parameters)
+    owned = _owned(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else it may be what exchanges the gradients
-        _require_reduced(parameters, owned)
+        _require_reduced(owned)
     for reducer, members in owned.items():
-        trained = next((owner for _, owner in members if owner.position is not None), None)
-        problem = None if trained is None else reducer.refusal(optimizer)
-        if trained is not None and problem is not None:
-            raise RuntimeError(f"optimizer.step(): parameter {trained.name!r} {problem}")
+        if (problem := reducer.refusal(optimizer)) is not None:
+            for _, owner in members:
+                if owner.position is not None:
+                    raise RuntimeError(f"optimizer.step(): parameter {owner.name!r} {problem}")
     for reducer in owned:
         reducer.steps_now(optimizer)
     instead = _step_without_stand_ins(optimizer, closure)
@@ -327,11 +300,12 @@ def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    owned = _owned(_parameters(optimizer))
+    owned = _owned(optimizer)
     for reducer, members in owned.items():
         for parameter, owner in members:
+            gradient = parameter.grad
+            owner.accepted = None if gradient is None else (weakref.ref(gradient), gradient._version)
             owner.reductions_used = reducer.num_reductions
-            owner.accept(parameter.grad)
     for reducer in owned:
         reducer.stepped()
 
@@ -344,8 +318,7 @@ def _step_without_stand_ins(
     It removes stand-ins of gradients that are elsewhere. An optimizer calls its closure before all else, and
     after the hooks of the user's own, which may still change gradients.
     """
-    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-    if not any(slices_of(gradient) is not None for gradient in gradients):
+    if not [p for p in _parameters(optimizer) if isinstance(p.grad, Placeholder)]:
         return None
 
     def without_stand_ins() -> Any:

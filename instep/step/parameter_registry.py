@@ -48,7 +48,7 @@ class ParameterRegistry:
         """Raise ``ValueError`` if a parameter that was frozen would be trained; align those that are new."""
         self._check_frozen()
         if not self._is_as_remembered():
-            _align_frozen(self._new())
+            align(p for _, p in self._new() if isinstance(p, nn.Parameter) and not p.requires_grad)
 
     def _check_frozen(self) -> None:
         for name, parameter in self.frozen:
@@ -71,7 +71,7 @@ class ParameterRegistry:
                     "on this rank: add or replace parameters first, then wrap (a state dict loaded with "
                     "assign=True replaces them)"
                 )
-        _align_frozen(new)
+        align(p for _, p in new)
         self.frozen += new
         self._remember()
 
@@ -116,10 +116,6 @@ def requiring(trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[N
     finally:
         for p, on in before:
             p.requires_grad_(on)
-
-
-def _align_frozen(named: Iterable[tuple[str, Tensor]]) -> None:
-    align(p for _, p in named if isinstance(p, nn.Parameter) and not p.requires_grad)
 
 
 def require_read_only(module: nn.Module) -> None:

@@ -1,24 +1,24 @@
-"""From gradients that appear one by one to whole leaves of the sum tree: what all reducers share.
+"""From gradients that appear one by one to complete leaves of the sum tree: what all reducers share.
 
 A leaf is the gradient of one micro-batch, or of all that a rank has accumulated where the loop declares none.
 
-Autograd says when a gradient has been accumulated, but not when it is whole: a parameter that is used in
-two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending it after
-the first time would lose the rest without an error. So the first leaf of all is reduced at the end of
-backward, and its accumulations are counted; from then on a gradient is whole after as many. Whatever does
-not come to its count is reduced at the end of backward, and what goes beyond its count after it has left
-is an error, never a wrong sum.
+Autograd reports each accumulation into a gradient, but not when the gradient is complete: a parameter that
+is used in two checkpointed segments, or in two backwards of one micro-batch, is accumulated twice. Sending
+it after the first accumulation would lose the rest without an error. So the very first leaf is reduced at
+the end of backward, and its accumulations are counted; from then on a gradient is complete after as many. A
+gradient with fewer accumulations is reduced at the end of backward; one with more, after it was sent, is an
+error, never a wrong sum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,22 +32,24 @@ from instep.net.lane import Lane, Work
 from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, Bundle, Caps
 from instep.reduce.exchange import OrderedAllReduce
-from instep.reduce.header import COMPARE, VERSION, Header
+from instep.reduce.header import COMPARE, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
+from instep.step.input_digest import InputDigest
 from instep.step.replica_watch import Replica, ReplicaWatch
+from instep.step.running_statistics import RunningStatistics
+from instep.step.unused_parameters import UnusedParameters
 
-SHOWN = 8  # unused parameters, in a message
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
 
 class Strategy(Protocol):
     """Which gradients travel together, and when: what the reducer asks of a strategy.
 
-    In a step: ``begin``, ``ready`` for each whole bucket during backward, ``finish`` after it.
+    In a step: ``begin``, ``ready`` for each complete bucket during backward, ``finish`` after it.
 
-    ``overlaps``: buckets are told of as soon as they are whole, not only when backward has ended.
+    ``overlaps``: ``ready`` is called as soon as a bucket is complete, not only when backward has ended.
     """
 
     overlaps: bool
@@ -72,7 +74,7 @@ class ReductionOptions:
     caps: Caps = 25
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns, False raises
-    check_replicas: bool = True  # whether ranks compare what they hold alike
+    check_replicas: bool = True  # whether ranks compare their replicated weights
     nodes: NodeFormat = IN_FLOAT32
 
     def __post_init__(self) -> None:
@@ -81,16 +83,6 @@ class ReductionOptions:
                 f"nodes={self.nodes.nodes!r} with ordered=False, where the backend adds, and no tree: leave "
                 "one of them out"
             )
-
-
-class PostReduceExchange(Protocol):
-    """What ranks exchange once all gradients of a reduction have arrived, before any is set."""
-
-    def exchange(self) -> None:
-        """Collective, and the others are told if it cannot be done here."""
-
-    def leave(self) -> None:
-        """Let the others, who have come to ``exchange``, know that this rank will not."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class StepPlan:
 
 
 class Reduction(ABC):
-    """Counts the gradients of ``parameters`` in, leaf by leaf; subclasses say what becomes of whole ones.
+    """Collects the gradients of ``parameters``, leaf by leaf; subclasses reduce the complete ones.
 
     A step in time order: ``begin``; for each leaf ``open_leaf``, ``arrived`` from the parameters' hooks,
     ``close_leaf``; then ``finish``, after which every gradient is reduced. ``leave`` instead of ``finish``
@@ -121,7 +113,7 @@ class Reduction(ABC):
 
     sharded = False  # every rank gets all of every gradient
     late_fix = "pass strategy='flat', which sends nothing before backward has ended"
-    lost_fix = "go on over another one, with model.rebind(process_group)"
+    lost_fix = "close() the model and wrap model.module again, over the ranks that are left"
     changes: ClassVar[tuple[str, ...]] = (
         "steps",
         "exchanges",
@@ -132,7 +124,7 @@ class Reduction(ABC):
         "_seen",
         "_expected",
         "_unsteady",
-        "_warned_unused",
+        "_unused",
         "watch",
     )
     exchange: OrderedAllReduce
@@ -146,7 +138,6 @@ class Reduction(ABC):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
-        sparse: Collection[int] = (),
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
@@ -171,11 +162,10 @@ class Reduction(ABC):
         self.weight = 1  # this rank's sum of weights, of the micro-batches that have had gradients
         self.shift = 0  # of declared steps: each rank has the share of the one so many after it
         self.leaf: int | None = None
-        self.afterwards: PostReduceExchange | None = None  # of this reduction
-        self.num_running = 0
+        self.statistics: RunningStatistics | None = None  # to be exchanged after the gradients
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
-        self.input_digest: Callable[[], int] = int  # of the inputs of a declared step
-        # Is shown each leaf in a bucket, whole, and the memory that it is in.
+        self.inputs = InputDigest()  # of declared steps
+        # Called with each complete leaf of a bucket, and its memory.
         self.observer: Callable[[int, Any, Tensor], None] | None = None
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
         self._overlaps = options.strategy.overlaps
@@ -184,12 +174,12 @@ class Reduction(ABC):
         self._seen: dict[int, None] = {}  # parameters in the order of their first gradient
         self._expected: list[int | None] = [None] * len(self.names)  # None: only at the end of backward
         self._unsteady: set[int] = set()
-        self.gradients = Gradients(self.names, self.parameters, sparse)
-        self._warned_unused: set[int] = set()  # parameters
+        self.gradients = Gradients(self.names, self.parameters)
+        self._unused = UnusedParameters(self.names, group.ranks, warns=group.rank == 0)
 
     @property
     def watch(self) -> ReplicaWatch:
-        """Compares what ranks hold alike, in each exchange."""
+        """Compares replicated weights in each exchange."""
         return self._watch
 
     @watch.setter
@@ -200,9 +190,32 @@ class Reduction(ABC):
     def finish(self) -> None:
         """All leaves of this rank are closed: wait until the gradients are reduced."""
 
-    @abstractmethod
     def leave(self) -> None:
-        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``."""
+        """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
+
+        Some of the gradients may be reduced by now, some complete and some not: a sum for no rank.
+        """
+        if self.plan is None:
+            return
+        plan, self.plan, self.leaf = self.plan, None, None
+        statistics, self.statistics = self.statistics, None
+        header = self._next_header(plan) or (self._header_of(STATISTICS) if statistics else None)
+        if header is not None and self.group.size > 1:
+            name, exchange = "leaving a step", self.exchange
+            self.lane.submit(name, partial(exchange.announce_leave, header, name), awaited=False)
+        self.exchanges += 1
+        self.given_up = True
+        self.gradients.drop()
+        self.local = [False] * len(self.names)
+        self._reset()
+
+    @abstractmethod
+    def _next_header(self, plan: StepPlan) -> Header | None:
+        """That of the next exchange of a bundle; None if all have begun."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forget what this reduction has collected."""
 
     def abandon(self) -> None:
         """End here, for good: no rank is told, and memory is free for what goes on in this one's place."""
@@ -215,11 +228,11 @@ class Reduction(ABC):
         """A leaf begins."""
 
     def _settle(self, i: int) -> None:  # noqa: B027 - it may wait for the others of its bundle
-        """A gradient of parameter i has come, of the open leaf; it may be the first of several."""
+        """A gradient of parameter i has arrived in the open leaf; it may be the first of several."""
 
     @abstractmethod
     def _close(self, bucket: Bundle) -> None:
-        """The gradients of ``bucket`` are whole, of the open leaf."""
+        """The gradients of ``bucket`` are complete in the open leaf."""
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
@@ -229,7 +242,7 @@ class Reduction(ABC):
 
     @property
     def micro_batch(self) -> int | None:
-        """The one whose gradients come now, of a declared step."""
+        """The one of a declared step whose gradients arrive now."""
         return self.leaf if self.plan is not None and self.plan.declared else None
 
     def refusal(self, optimizer: Optimizer) -> str | None:
@@ -237,22 +250,22 @@ class Reduction(ABC):
         return None
 
     def interrupted(self) -> None:  # noqa: B027 - most have nothing to do
-        """A forward or backward has raised, and other ranks may wait for what this one would have gathered."""
+        """A forward or backward has raised; other ranks may wait for what this one would have gathered."""
 
     def backward_ended(self) -> None:  # noqa: B027 - most have nothing to do
         """Backward has ended, or (it raised) will not."""
 
     def disable_reporting(self) -> None:
-        """From now on: no observer of leaves, no warning of unused parameters, no look at replicas."""
+        """From now on: no observer of leaves, no warning of unused parameters, no comparison of replicas."""
         self.observer = None
         self.watch = ReplicaWatch(self.group, list, ())
-        self._warned_unused = set(range(len(self.names)))
+        self._unused = UnusedParameters(self.names, self.group.ranks, warns=False)
 
     def begin(self, plan: StepPlan) -> None:
         """A reduction begins; ``weight`` becomes this rank's sum of weights before its buckets leave.
 
         Raises:
-            PeerLost: the group has lost a rank before; what it still owes would be paired with new exchanges.
+            PeerLost: the group has lost a rank before; its unfinished messages would pair with new ones.
         """
         self.recorder.ensure_step()  # also of a rank that has nothing to compute
         if self.plan is not None:  # of the reduction before: its backward raised
@@ -266,7 +279,7 @@ class Reduction(ABC):
         self._watch.begin()
         self.plan, self._declared = plan, plan.declared
         self.weight = 0 if plan.declared else 1
-        self.afterwards, self.num_running, self.buffers = None, 0, 0
+        self.statistics, self.buffers = None, 0
         self.exchange.buffers, self.exchange.input_digests = [], []
         if self._rounds_nodes:
             # The key of random rounding: a declared step that is repeated must have the same bits.
@@ -294,6 +307,12 @@ class Reduction(ABC):
     def arrived(self, i: int, *, settles: bool = True) -> None:
         """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: no hook looks at it."""
         self.local[i] = True
+        parameter = self.parameters[i]
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(
+                f"parameter {self.names[i]!r} has a sparse gradient: make its layer with sparse=False, and "
+                "use an optimizer for dense gradients"
+            )
         if self.leaf is None:
             return
         bucket, number = self.place[i], self._counts[i] + 1
@@ -302,7 +321,7 @@ class Reduction(ABC):
         if settles and bucket.is_open and self.gradients.is_large[i]:
             self._settle(i)
         self._counts[i] = number
-        gradient = self.parameters[i].grad
+        gradient = parameter.grad
         if gradient is not None:  # autograd also calls where a function has passed None on
             # In a declared step no hook may edit it from here on.
             self.gradients.came[i] = (gradient, gradient._version) if self._declared else None
@@ -317,7 +336,7 @@ class Reduction(ABC):
                 self._close(bucket)
 
     def close_leaf(self) -> None:
-        """The leaf's backward has ended: what has not been whole until now, is."""
+        """The leaf's backward has ended: every gradient is complete."""
         for bucket in self.buckets:
             if bucket.is_open:
                 bucket.is_open = False
@@ -327,51 +346,41 @@ class Reduction(ABC):
             self._learn()
 
     def first_unlike(self, gradients: Sequence[tuple[str, Tensor]]) -> int | None:
-        """The number of the first of ``gradients``, by name, that not all ranks have alike; None if all do.
+        """The number of the first of ``gradients``, by name, that differs among ranks; None if none does.
 
-        For those that no exchange has seen, because a program has set or reduced them by itself. Collective.
+        For gradients that a program has set or reduced by itself. Collective.
 
         Raises:
             Desync, PeerLost: other ranks have none to compare.
         """
-        mine = [hashlib.sha256(name.encode() + _bytes_of(gradient)).digest() for name, gradient in gradients]
-        self.rendezvous(COMPARE, COMPARISON)
-        found: list[bytes] = []
-        self.lane.run(
-            COMPARISON, lambda: found.extend(self.group.all_gather_bytes(b"".join(mine), COMPARISON))
-        ).wait()
+        mine = [hashlib.sha256(name.encode() + bytes_of(gradient)).digest() for name, gradient in gradients]
+        found = self.exchange_bytes(COMPARE, COMPARISON, b"".join(mine))
         unlike = (i for i in range(len(mine)) if len({its[32 * i : 32 * i + 32] for its in found}) > 1)
         return next(unlike, None if len(set(found)) == 1 else 0)
 
     def rendezvous(self, op: int, operation: str, words: Sequence[int] = ()) -> list[list[int]]:
         """The ``words`` of every rank, once all have reached ``op`` of ``reduce.header.OPERATIONS``.
 
-        For what ranks do together on ``group`` besides reducing. A barrier too. Collective: one message, of
-        the length of a header.
+        Precedes every operation on ``group`` besides reducing; a barrier, too. Collective: one message of the
+        length of a header.
 
         Raises:
-            Desync: a rank has come for something else; raised on every rank alike, at once.
-            PeerLost: a rank did not come.
+            Desync: a rank has reached another operation; raised on every rank at once.
+            PeerLost: a rank did not arrive.
         """
-        header = Header(
-            version=VERSION,
-            op=op,
-            step=self.steps,
-            exchange=self.exchanges,
-            declared=0,
-            bucket=0,
-            num_elements=0,
-            num_leaves=0,
-            weight=0,
-            ready_ns=0,
-            launched_ns=time.monotonic_ns(),
-            left=0,
-        )
         found: list[list[int]] = []
         self.lane.settle()
-        self.lane.run(
-            operation, lambda: found.extend(self.exchange.rendezvous(header, words, operation))
-        ).wait()
+        header = self._header_of(op)
+        run = partial(self.exchange.rendezvous, header, words, operation)
+        self.lane.run(operation, lambda: found.extend(run())).wait()
+        return found
+
+    def exchange_bytes(self, op: int, operation: str, data: bytes, limit: int = 1 << 24) -> list[bytes]:
+        """The ``data`` of every rank, once all have reached ``op``. Collective; raises as ``rendezvous``."""
+        lengths = [words[0] for words in self.rendezvous(op, operation, [len(data)])]
+        found: list[bytes] = []
+        gather = partial(self.group.all_gather_bytes, data, operation, limit=limit, lengths=lengths)
+        self.lane.run(operation, lambda: found.extend(gather())).wait()
         return found
 
     def steps_now(self, optimizer: Optimizer) -> None:
@@ -391,37 +400,29 @@ class Reduction(ABC):
         if self.ends_steps:
             self.recorder.stepped()
 
-    def go_on_with(self, afterwards: PostReduceExchange, num_running: int) -> None:
-        """The gradients of this reduction are followed by statistics of so many buffers."""
-        self.afterwards, self.num_running = afterwards, num_running
-
-    def _exchange_afterwards(self) -> None:
-        """All gradients have arrived: what is exchanged besides?"""
-        afterwards, self.afterwards = self.afterwards, None
-        if afterwards is not None and self.group.size > 1:
+    def _exchange_statistics(self) -> None:
+        """All gradients have arrived, and none is set yet: exchange what norms have measured, if any."""
+        statistics, self.statistics = self.statistics, None
+        if statistics is not None and self.group.size > 1:
             with self.recorder.span(BATCH_NORM, lane="host"):
-                afterwards.exchange()
-
-    def _leave_afterwards(self) -> None:
-        """All gradients have been sent, and this rank gives up: the others may wait for what follows."""
-        afterwards, self.afterwards = self.afterwards, None
-        if afterwards is not None and self.group.size > 1:
-            afterwards.leave()
+                statistics.exchange(self)
 
     def _watch_over(self, held: Callable[[], Sequence[Replica]], alike: Sequence[Sequence[int]]) -> None:
-        """In each exchange, ranks compare what they hold; ``exchange`` is there by now."""
+        """In each exchange, ranks compare what they hold. Call it when ``exchange`` is set."""
         self.watch = ReplicaWatch(self.group, held, alike if self.options.check_replicas else ())
 
     def _first_guess(self, i: int) -> int | None:
-        """How often a gradient comes for parameter i, as long as nothing is known; None waits and counts."""
+        """The accumulations of parameter i as long as none are counted; None waits for the end."""
         return None
 
+    def _header_of(self, op: int) -> Header:
+        return Header(op=op, step=self.steps, exchange=self.exchanges, launched_ns=time.monotonic_ns())
+
     def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0) -> Header:
-        """What this rank says of ``bucket`` as it leaves; its slots note what is frozen by then."""
+        """This rank's header for ``bucket`` at launch; the slots note which parameters are frozen by then."""
         for slot in bucket.slots:
             slot.frozen = not self.parameters[slot.position].requires_grad
         return Header(
-            version=VERSION,
             declared=int(plan.declared),
             step=self.steps,
             exchange=self.exchanges,
@@ -431,16 +432,15 @@ class Reduction(ABC):
             weight=self.weight,
             ready_ns=bucket.ready_ns,
             launched_ns=time.monotonic_ns(),
-            left=0,
             round=round,
             declared_step=plan.step,
             data_position=plan.data_position,
             data_identity=plan.data_identity,
             sampled=self._watch.sampled,
             edited=self._watch.edited,
-            num_running=self.num_running,
+            num_running=0 if self.statistics is None else len(self.statistics.norms),
             buffers=self.buffers,
-            input_digest=self.input_digest() if plan.declared else 0,
+            input_digest=self.inputs.word if plan.declared else 0,
         )
 
     def _learn(self) -> None:
@@ -466,75 +466,6 @@ class Reduction(ABC):
         )
 
     def _report_unused(self) -> None:
-        """Raise, or warn once of each, where a rank that had gradients had none for some parameters.
-
-        Raises:
-            Desync: a rank had none because the parameter is frozen there, and others had one.
-            ValueError: unused parameters are forbidden.
-        """
-        if self.options.unused:
-            return
-        unused = _find_unused(self.buckets)
-        if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:
-            raise Desync(
-                f"frozen on some ranks alone (requires_grad=False): {self._describe(alone)}; in step "
-                f"{self.steps} other ranks had gradients for them, and the mean would lack a share: freeze "
-                "on every rank alike, or pass find_unused_parameters=True if this is meant"
-            )
-        if unused and self.options.unused is False:
-            raise ValueError(
-                f"no gradient came for {self._describe(unused)} in step {self.steps}, and "
-                "find_unused_parameters=False forbids it: pass True or freeze them"
-            )
-        new = [x for x in unused if x.position not in self._warned_unused]
-        self._warned_unused.update(x.position for x in new)
-        if new and self.group.rank == 0:
-            warnings.warn(
-                f"no gradient came for {self._describe(new)} in step {self.steps}: where other ranks had "
-                "one, zero was averaged in; where none had, .grad was left alone. Pass "
-                "find_unused_parameters=True if this is meant",
-                stacklevel=2,
-            )
-
-    def _describe(self, unused: Sequence[Unused]) -> str:
-        lines = []
-        for x in unused[:SHOWN]:
-            ranks = ", ".join(str(self.group.ranks[r]) for r in x.ranks)
-            lines.append(f"{self.names[x.position]!r} on {f'rank {ranks}' if x.on_some else 'any rank'}")
-        more = f"; and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
-        return "; ".join(lines) + more
-
-
-def _bytes_of(gradient: Tensor) -> bytes:
-    return bytes_of(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-class Unused(NamedTuple):
-    """A parameter that ``ranks`` of the group had no gradient for, though they had others."""
-
-    position: int
-    ranks: list[int]
-    on_some: bool  # others had one
-    frozen: list[int]  # of ``ranks``, those that could not have one, though others had
-
-
-def _find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
-    """Call it after the exchange.
-
-    A rank that had no gradient at all, because no micro-batch or no weight fell to it, is not counted.
-    """
-    if not [1 for bucket in buckets if bucket.presence.count(bucket.every) < len(bucket.presence)]:
-        return []  # as in most steps
-    ranks = range(len(buckets[0].presence))
-    busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]
-    found = []
-    for bucket in buckets:
-        if all(bucket.presence[r] == bucket.every for r in busy):
-            continue
-        for k, slot in enumerate(bucket.slots):
-            without = [r for r in busy if not bucket.presence[r] >> k & 1]
-            if without:
-                on_some = len(without) < len(busy)
-                frozen = [r for r in without if on_some and bucket.frozen[r] >> k & 1]
-                found.append(Unused(slot.position, without, on_some, frozen))
-    return found
+        """All gradients have arrived: which parameters got none? Raises as ``UnusedParameters.report``."""
+        if not self.options.unused:
+            self._unused.report(self.buckets, self.steps, forbidden=self.options.unused is False)

@@ -23,9 +23,9 @@ in backward is not measured a second time. The norms are torch's own (``nn.Batch
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,12 @@ from torch.utils.hooks import RemovableHandle
 from instep.errors import Desync
 from instep.hook import Hook, weakly
 from instep.memory import bytes_of, tensor_of
-from instep.net.agree import all_tell
-from instep.net.lane import Lane
-from instep.net.process_group import Group
+from instep.reduce.header import OPERATIONS, STATISTICS
 
-EXCHANGE = "the exchange of running statistics"
+if TYPE_CHECKING:
+    from instep.step.reduction import Reduction
+
+EXCHANGE = OPERATIONS[STATISTICS]
 LIMIT_BYTES = 1 << 32  # of one rank's
 FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -57,8 +58,10 @@ class Measured(NamedTuple):
 
 
 def tracking_norms(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of ``modules`` that are norms of torch with running statistics."""
-    return [m for m in modules if m._buffers and isinstance(m, _NormBase) and _can_be_measured(m)]
+    """Those of ``modules`` that are norms of torch, with torch's own forward, and track statistics."""
+    norms = (m for m in modules if isinstance(m, _NormBase) and type(m).forward in FORWARDS)
+    tracking = (m for m in norms if m.running_mean is not None and m.running_var is not None)
+    return [m for m in tracking if "forward" not in vars(m)]
 
 
 def running_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -67,47 +70,73 @@ def running_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
     return list({id(x): x for x in buffers if x is not None}.values())
 
 
-def _can_be_measured(norm: nn.Module) -> bool:
-    tracks = norm.running_mean is not None and norm.running_var is not None
-    return tracks and type(norm).forward in FORWARDS and "forward" not in norm.__dict__
+class EagerHook(Hook):
+    """A hook that compiled code leaves out, without a break in its graph.
 
-
-class Measurement:
-    """What the forwards of ``norms`` measure within ``open``, in the place of changing their buffers.
-
-    ``remove`` removes the hooks that a norm gets at construction.
+    What a compiled norm does to its buffers is not seen, and the declared step refuses it.
     """
 
-    def __init__(self, norms: Sequence[nn.Module]) -> None:
-        self.norms = norms
-        self._numbers = {id(norm): number for number, norm in enumerate(norms)}
-        self._found: list[Measured] | None = None  # None outside of ``open``
+    def __call__(self, *args: Any) -> Any:
+        if self.function is not None and not is_dynamo_compiling():
+            self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerHook:
+        return EagerHook()
+
+
+class RunningStatistics:
+    """The running statistics of a module's norms in declared steps.
+
+    A step: ``begin``; each visit of a micro-batch within ``leaf``, where norms measure instead of changing
+    their buffers; ``exchange``, when all gradients have arrived, and ``apply``, when nothing can fail any
+    more. ``remove`` removes all hooks.
+    """
+
+    def __init__(self) -> None:
+        self.norms: list[nn.Module] = []
+        self.measured: dict[int, list[Measured]] = {}  # by micro-batch
+        self._found: list[Measured] | None = None  # of the open one
         self._kept: dict[nn.Module, tuple[float | None, dict[str, Tensor | None]]] = {}
         self._handles: list[RemovableHandle] = []
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """A step of ``modules`` begins."""
+        self.measured = {}
+        norms = tracking_norms(modules)
+        if norms == self.norms:
+            return
+        self.remove()
+        self.norms = norms
+        self._numbers = {id(norm): number for number, norm in enumerate(norms)}
         before, after = EagerHook(weakly(self._before)), EagerHook(weakly(self._after))
         for norm in norms:
             # The last before forward and the first after it: the hooks of others see the module as it is.
             self._handles.append(norm.register_forward_pre_hook(before))
             self._handles.append(norm.register_forward_hook(after, prepend=True, always_call=True))
 
+    def remove(self) -> None:
+        """Remove all hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def leaf(self, index: int) -> AbstractContextManager[None]:
+        """Around a visit of micro-batch ``index``; several visits of one add up."""
+        return self._measuring(index) if self.norms else nullcontext()
+
     @contextmanager
-    def open(self) -> Iterator[list[Measured]]:
-        """Within a micro-batch; what its forwards have measured."""
-        found: list[Measured] = []
-        self._found = found
+    def _measuring(self, index: int) -> Iterator[None]:
+        self._found = []
         try:
-            yield found
+            yield
+            if self._found:
+                self.measured.setdefault(index, []).extend(self._found)
         finally:
             self._found = None
             for norm in list(self._kept):  # of a forward that was interrupted
                 self._restore(norm)
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
     def _before(self, norm: Any, args: Any) -> None:
-        if self._found is None or not norm.training or norm in self._kept:
+        if self._found is None or not norm.training or norm in self._kept or id(norm) not in self._numbers:
             return
         self._kept[norm] = norm.momentum, {key: norm._buffers[key] for key in BUFFERS}
         norm.momentum = 1.0
@@ -130,95 +159,32 @@ class Measurement:
         momentum: float | None = norm.momentum
         return momentum
 
-
-class EagerHook(Hook):
-    """A hook that compiled code leaves out, without a break in its graph.
-
-    What a compiled norm does to its buffers is not seen, and the declared step refuses it.
-    """
-
-    def __call__(self, *args: Any) -> Any:
-        if self.function is not None and not is_dynamo_compiling():
-            self.function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EagerHook:
-        return EagerHook()
-
-
-class RunningStatistics:
-    """The running statistics of a module in declared steps, which ranks of ``group`` exchange on ``lane``.
-
-    A step: ``begin``; each visit of a micro-batch within ``leaf``; ``exchange``, when all gradients have
-    arrived, and ``apply``, when nothing can fail any more. Or ``leave`` in the place of ``exchange``.
-    ``remove`` removes all hooks.
-    """
-
-    def __init__(self, group: Group, lane: Lane) -> None:
-        self._group, self._lane = group, lane
-        self._measurement = Measurement([])
-        self._measured: dict[int, list[Measured]] = {}  # by micro-batch
-
-    def begin(self, modules: Iterable[nn.Module]) -> int:
-        """A step of ``modules`` begins; the number of norms, which has to be the same on all ranks."""
-        self._measured = {}
-        norms = tracking_norms(modules)
-        if norms != self._measurement.norms:
-            self._measurement.remove()
-            self._measurement = Measurement(norms)
-        return len(norms)
-
-    def leaf(self, index: int) -> AbstractContextManager[object]:
-        """Around a visit of micro-batch ``index``; several visits of one add up."""
-        return self._measuring(index) if self._measurement.norms else nullcontext()
-
-    @contextmanager
-    def _measuring(self, index: int) -> Iterator[None]:
-        with self._measurement.open() as found:
-            yield
-        if found:
-            self._measured.setdefault(index, []).extend(found)
-
-    def exchange(self) -> None:
-        """Tell the others what the micro-batches of this rank have measured. Collective.
+    def exchange(self, reducer: Reduction) -> None:
+        """Tell the other ranks what the micro-batches of this one have measured. Collective.
 
         Raises:
             Desync: a rank has left the step.
             PeerLost: a rank did not come.
         """
-        self._lane.run(EXCHANGE, self._tell).wait()
-
-    def leave(self) -> None:
-        """Let the others know, in their ``exchange``, that this rank has left the step."""
-        self._lane.submit(EXCHANGE, self._say_goodbye, awaited=False)
+        mine = to_bytes(self.measured) if self.measured else b""
+        everyone = reducer.exchange_bytes(STATISTICS, EXCHANGE, mine, LIMIT_BYTES)
+        for rank, data in zip(reducer.group.ranks, everyone, strict=True):
+            if data and rank != reducer.group.global_rank:
+                self.measured |= from_bytes(data, self.norms, f"rank {rank}")
 
     def apply(self) -> None:
-        """Every buffer gets its value of after the step."""
-        measured, self._measured = self._measured, {}
-        apply(self._measurement.norms, measured)
-
-    def remove(self) -> None:
-        self._measurement.remove()
-
-    def _tell(self) -> None:
-        everyone = self._gather(lambda: to_bytes(self._measured) if self._measured else b"")
-        for rank, data in zip(self._group.ranks, everyone, strict=True):
-            if data and rank != self._group.global_rank:
-                self._measured |= from_bytes(data, self._measurement.norms, f"rank {rank}")
-
-    def _say_goodbye(self) -> None:
-        with suppress(Desync):  # its own
-            self._gather(_has_left)
-
-    def _gather(self, mine: Callable[[], bytes]) -> list[bytes]:
-        kinds, limit = (Desync,), LIMIT_BYTES
-        return all_tell(self._group, EXCHANGE, mine, lambda data: data, errors=kinds, limit=limit)[1]
-
-
-def _has_left() -> bytes:
-    raise Desync(
-        "left the step when its gradients had been sent (an exception, or a break out of micro_batches): no "
-        "gradient was written, and no running statistic"
-    )
+        """Every buffer gets its value of after the step: all measurements, in the order of micro-batches."""
+        for index in sorted(self.measured):
+            for number, momentum, mean, variance in self.measured[index]:
+                norm: Any = self.norms[number]
+                count = norm.num_batches_tracked
+                if count is not None:
+                    count.add_(1)
+                if momentum is None:
+                    momentum = 0.0 if count is None else 1.0 / int(count)
+                norm.running_mean.lerp_(mean.to(norm.running_mean.device), momentum)
+                norm.running_var.lerp_(variance.to(norm.running_var.device), momentum)
+        self.measured = {}
 
 
 def to_bytes(by_micro_batch: Mapping[int, Sequence[Measured]]) -> bytes:
@@ -253,17 +219,3 @@ def from_bytes(data: bytes, norms: Sequence[Any], whose: str) -> dict[int, list[
             "every rank"
         ) from error
     return found
-
-
-def apply(norms: Sequence[Any], by_micro_batch: Mapping[int, Sequence[Measured]]) -> None:
-    """Change the buffers of ``norms`` by the measurements of all micro-batches, in their order."""
-    for index in sorted(by_micro_batch):
-        for x in by_micro_batch[index]:
-            norm = norms[x.norm]
-            count, momentum = norm.num_batches_tracked, x.momentum
-            if count is not None:
-                count.add_(1)
-            if momentum is None:
-                momentum = 0.0 if count is None else 1.0 / int(count)
-            norm.running_mean.lerp_(x.mean.to(norm.running_mean.device), momentum)
-            norm.running_var.lerp_(x.variance.to(norm.running_var.device), momentum)

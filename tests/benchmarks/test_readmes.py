@@ -39,7 +39,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         *(("pipeline", f"bubble of {name}") for name in ("1f1b", "interleaved", "zb-h1", "zb-h2")),
         *(("pipeline", name) for name in ("all schedules", "speed-up of gpipe", "throughput")),
         *(("pipeline", name) for name in ("few and many", "measured", "notes on the measured", "kept")),
-        *(("pipeline", name) for name in ("environment", "a better cut", "against torch")),
+        *(("pipeline", name) for name in ("environment", "against torch")),
         ("pipeline", "against torch environment"),
     ],
 )

@@ -38,7 +38,7 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
     else:
         with pytest.raises(PeerLost, match=r"a rank left the exchange of bucket 0: .* then the backend said"):
             train(model, steps=2)  # all of the first exchange may have come by then
-    with pytest.raises(PeerLost, match=r"This group is lost: .* model.rebind"):
+    with pytest.raises(PeerLost, match=r"This group is lost: .* wrap model.module"):
         train(model)
     model.close()
 

@@ -91,14 +91,6 @@ def test_a_module_in_two_wrappers_has_one_name(tmp_path: Path) -> None:
     assert torch.equal(*(x.state[p.weight]["momentum_buffer"] for x, p in ((fresh, other), (optimizer, net))))
 
 
-@world(2)
-def test_a_wrapper_takes_one_module_off_and_no_more(mesh: Mesh) -> None:
-    model = DataParallel(Inside(nn.Linear(2, 2)), process_group=mesh)
-    names = [shard.name for shard in TrainingState(model).shards()]
-    assert names == ["model:module.weight", "model:module.bias"]
-    model.close()
-
-
 @world(4, dp=2, shard=2)
 def test_shard_groups_that_take_turns_hold_one_state(mesh: Mesh) -> None:
     model = DataParallel(filled(WithBuffers()), process_group=mesh)

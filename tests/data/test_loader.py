@@ -316,7 +316,8 @@ def test_a_step_that_was_left_in_its_middle_is_made_again_on_another_number_of_r
         left_in_its_middle()
     model.close()
     assert loader.position == 8
-    model.rebind(world_of_one())
+    model.close()
+    model = DataParallel(model.module, process_group=world_of_one())
     weights = train(model, loader, num_steps=2)
     model.close()
     assert all(torch.equal(ours, one) for ours, one in zip(weights, expected_weights(), strict=True))

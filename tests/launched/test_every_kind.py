@@ -48,7 +48,7 @@ raise:rank=1,step=5,phase=backward kill:rank=0,step=6,phase=save
 """
 ALL_BUT_ONE = "kill:rank=0,step=5,phase=exchange kill:rank=2,step=5,phase=exchange"
 ROW_FAULTS = "kill:rank=3,step=2,phase=exchange resize:ranks=3,step=4"
-CUT = f"{PP} 2 {SCHEDULE} zb-v {CUTS} memory -n 2 --stop-after 4"
+CUT = f"{PP} 2 {SCHEDULE} zb-v {CUTS} cost -n 2 --stop-after 4"
 CUT_OTHERWISE = f"{PP} 2 {SCHEDULE} 1f1b {CUTS} 1 {STAGE} 1 -n 4 --resume"
 PIPES = ("strategy bucketed, pipelines of 2 ranks (zb-v); ", " x 1 pipeline of 2 ranks\n")
 OTHER_PIPES = ("strategy bucketed, stage 1 of sharding, pipelines of 2 ranks (1f1b); ",)

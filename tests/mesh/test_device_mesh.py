@@ -60,11 +60,10 @@ def test_the_dim_that_is_called_so_shares_out_the_batch(mesh: Mesh) -> None:
         [mesh.rank % 2, mesh.rank % 2 + 2],
         [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1],
     )
-    for where in ({"device_mesh": grid("dp", "tp")}, {"process_group": grid("dp", "tp")}):
-        trained(mesh, along_first, **where)
-    trained(mesh, along_second, device_mesh=grid("pp", "data"))
-    trained(mesh, along_second, device_mesh=grid("a", "b")["b"])
-    trained(mesh, [0, 1, 2, 3], device_mesh=init_device_mesh("cpu", (4,)))
+    trained(mesh, along_first, process_group=grid("dp", "tp"))
+    trained(mesh, along_second, process_group=grid("pp", "data"))
+    trained(mesh, along_second, process_group=grid("a", "b")["b"])
+    trained(mesh, [0, 1, 2, 3], process_group=init_device_mesh("cpu", (4,)))
 
 
 @world(4, by="process")
@@ -98,14 +97,14 @@ def test_a_dim_that_nothing_would_use_is_refused_unless_it_is_passed(mesh: Mesh)
     unused = r"DeviceMesh of dp\(2\) \* tp\(2\): .* nothing would use tp, whose"
     with registered(grid("dp", "tp")), pytest.raises(ValueError, match=unused):
         DataParallel(nn.Linear(3, 2))
-    assert len(ranks_of(DataParallel(nn.Linear(3, 2), device_mesh=grid("dp", "tp")))) == 2
+    assert len(ranks_of(DataParallel(nn.Linear(3, 2), process_group=grid("dp", "tp")))) == 2
 
 
 @world(4, by="process")
 def test_a_mesh_that_does_not_say_which_ranks_is_refused_in_words(mesh: Mesh) -> None:
     unnamed = r"DeviceMesh of dim 0\(2\) \* dim 1\(2\): expected one dim, or one"
     two = r"dp_replicate and dp_shard would share out .*init\(dp=\.\.\., shard="
-    for use in (get.register_mesh, lambda m: DataParallel(nn.Linear(3, 2), device_mesh=m)):
+    for use in (get.register_mesh, lambda m: DataParallel(nn.Linear(3, 2), process_group=m)):
         with pytest.raises(ValueError, match=unnamed):
             use(init_device_mesh("cpu", (2, 2)))
         with pytest.raises(ValueError, match=two):

@@ -131,7 +131,7 @@ def survive(directory: Path, backend: str) -> None:
     times.append(time.monotonic())
     new_rank, store = (0, 2).index(rank), dist.FileStore(str(directory / "second"), 2)
     mesh = join_store(store, new_rank, 2, backend=backend, timeout_s=PATIENCE_S)
-    model.rebind(mesh)
+    model = instep.DataParallel(model.module, process_group=mesh)
     step(model, 1)
     times.append(time.monotonic())
     facts = {"ranks": lost.value.ranks, "times": times, "weights": weights(model)}

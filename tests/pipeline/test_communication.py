@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Schedule
-from instep.pipeline.check import check_programs
-from instep.pipeline.communication import programs, send_of
-from instep.pipeline.schedules import NAMES, generate
+from instep.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Rows, Schedule
+from instep.pipeline.communication import programs, receiver, send_of
+from instep.pipeline.schedules import generate
+from instep.pipeline.simulate import StageTimes, simulate
 from tests.pipeline.drawn import schedules
 
 
 def words(program):
     return " ".join(map(str, program))
+
+
+def require_same_order(schedule: Schedule, rows: Rows) -> None:
+    """Every rank receives what another sends it in the order in which that one sends it."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind in SENDS:
+                sent[rank, receiver(schedule, action)].append(action)
+            elif action.kind in RECEIVES:
+                received[schedule.stage_ranks[send_of(action).stage], rank].append(send_of(action))
+    assert sent == received
 
 
 def test_a_send_follows_what_it_sends_and_a_receive_comes_one_action_ahead():
@@ -44,13 +55,14 @@ def test_receives_keep_the_order_of_the_sends_where_uses_do_not():
     schedule = Schedule.parse("0F0 0F1 0B1 0B0\n1F1 1B1 1F0 1B0")
     received = [action for action in programs(schedule)[1] if action.kind in RECEIVES]
     assert words(received) == "1RECV_F0 1RECV_F1"
-    check_programs(schedule, programs(schedule))
+    require_same_order(schedule, programs(schedule))
 
 
 @given(schedules(), st.integers(0, 3))
 def test_every_message_has_two_ends_and_every_receive_stands_before_its_use(schedule, ahead):
     rows = programs(schedule, ahead)
-    check_programs(schedule, rows)
+    require_same_order(schedule, rows)
+    simulate(schedule, StageTimes(1, 1, 1), ahead=ahead)  # which comes to its end
     assert [[action for action in row if action.kind in COMPUTE] for row in rows] == [
         list(row) for row in schedule.rows
     ]
@@ -67,28 +79,3 @@ def test_every_message_has_two_ends_and_every_receive_stands_before_its_use(sche
                     assert (
                         Action(action.stage, "RECV_F" if needed.kind == "F" else "RECV_B", needed[2]) in there
                     )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_programs_that_would_not_end_are_refused(name):
-    """A receive behind its use, a send before what it sends, one end without the other, two swapped."""
-    schedule = generate(name, 3, 6)
-    rows = [list(row) for row in programs(schedule)]
-    row = rows[1]
-    at = next(i for i, action in enumerate(row) if action.kind == "RECV_F")
-    moved = [*row[:at], *row[at + 1 :], row[at]]
-    with pytest.raises(ValueError, match="receive"):
-        check_programs(schedule, [rows[0], moved, rows[2]])
-    sent = next(i for i, action in enumerate(rows[0]) if action.kind == "SEND_F")
-    early = [rows[0][sent], *rows[0][:sent], *rows[0][sent + 1 :]]
-    with pytest.raises(ValueError, match="the messages leave ranks waiting for ever: rank 0 at 0SEND_F0"):
-        check_programs(schedule, [early, rows[1], rows[2]])
-    with pytest.raises(ValueError, match=r"rank 0 to rank 1: rank 0 sends 0SEND_F., rank 1 receives"):
-        check_programs(schedule, [rows[0], row[:at] + row[at + 1 :], rows[2]])
-    receives = [
-        i for i, action in enumerate(row) if action.kind == "RECV_F" and action.stage == row[at].stage
-    ]
-    one, other = receives[:2]
-    row[one], row[other] = row[other], row[one]
-    with pytest.raises(ValueError, match="receive in the order in which it is sent"):
-        check_programs(schedule, rows)

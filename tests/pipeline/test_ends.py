@@ -19,7 +19,7 @@ from instep.mesh.mesh import Mesh
 from instep.pipeline import pipeline
 from instep.pipeline.actions import Action
 from instep.pipeline.channel import StageChannel
-from instep.pipeline.home import is_hidden
+from instep.pipeline.home import is_absent
 from instep.pipeline.stage import Stage
 from instep.step.micro_batches import MicroBatch
 from tests.world import world
@@ -215,7 +215,7 @@ def test_a_pipeline_that_cannot_be_made_leaves_the_model_whole(
         instep.Pipeline(net, mesh, "interleaved", 2)
     mesh.world.group.barrier("both have failed")
     monkeypatch.setattr(pipeline, "Stage", Stage)
-    assert not any(is_hidden(p) for p in net.parameters())
+    assert not any(is_absent(p) for p in net.parameters())
     assert len(net.state_dict()) == 8
     model = instep.Pipeline(net, mesh, "interleaved", 2)
     assert len(step(model)) == 2
@@ -226,22 +226,22 @@ def test_a_pipeline_that_cannot_be_made_leaves_the_model_whole(
 def test_what_was_sent_is_let_go_before_the_step_ends(mesh: Mesh) -> None:
     """Each message is answered; none is flushed."""
     channel = StageChannel(mesh.along["pp"].group)
-    channel.begin(0, 8)
     rank, sent = mesh.rank, []
-    for k in range(8):
-        give, take = Action(0, "SEND_F", k), Action(1, "RECV_F", k)
-        answer, answered = Action(1, "SEND_B", k), Action(0, "RECV_B", k)
-        if rank == 0:
-            memory = numpy.full(1 << 17, k, numpy.float32)
-            sent.append(weakref.ref(memory))
-            channel.send(give, 1, 1, [torch.from_numpy(memory)])
-            del memory
-            channel.post(answered, 1)
-            channel.take(answered, 1)
-        else:
-            channel.post(take, 0)
-            (came,) = channel.take(take, 0).tensors
-            assert torch.all(came == k)
-            channel.send(answer, 0, 1, [torch.ones(1)])
-    assert sum(one() is not None for one in sent) <= 2
-    channel.flush()
+    with channel.begun(0, 8):
+        for k in range(8):
+            give, take = Action(0, "SEND_F", k), Action(1, "RECV_F", k)
+            answer, answered = Action(1, "SEND_B", k), Action(0, "RECV_B", k)
+            if rank == 0:
+                memory = numpy.full(1 << 17, k, numpy.float32)
+                sent.append(weakref.ref(memory))
+                channel.send(give, 1, 1, [torch.from_numpy(memory)])
+                del memory
+                channel.post(answered, 1)
+                channel.take(answered, 1)
+            else:
+                channel.post(take, 0)
+                (came,) = channel.take(take, 0).tensors
+                assert torch.all(came == k)
+                channel.send(answer, 0, 1, [torch.ones(1)])
+        assert sum(one() is not None for one in sent) <= 2
+        channel.flush()

@@ -126,7 +126,7 @@ def test_a_rank_can_be_without_frozen_whole_numbers(mesh: Mesh) -> None:
 def test_a_pipeline_that_left_between_step_and_zero_grad_has_no_gradient_of_any_rank(mesh: Mesh) -> None:
     model = instep.Pipeline(nn.Sequential(linear(), linear()), mesh, micro_batches=G)
     model.step(mean_square, lambda micro_batch: x[micro_batch.index])
-    assert all(p.grad is not None for p in model.parameters())
+    assert any(p.grad is not None for p in model.parameters())
     state = model.__instep_state__()
     state.leave()
     assert gradients(model) == [None] * 4

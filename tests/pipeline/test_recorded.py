@@ -6,7 +6,6 @@ import pytest
 
 from instep.events import PIPELINE, STEP, Event, Timeline
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
-from instep.pipeline.proposal import rank_times
 from instep.pipeline.recorded import recorded_actions, steps_of
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import StageTimes, bubble_rate, simulate
@@ -70,7 +69,7 @@ def test_a_step_that_a_rank_has_not_ended_is_none() -> None:
     assert [*step.rows] == [0]
 
 
-def test_what_is_around_a_computation_counts_for_its_stage_and_for_no_bubble_nor_pace() -> None:
+def test_what_is_around_a_computation_counts_for_its_stage_and_for_no_bubble() -> None:
     """Ranks compute from a second after they have turned to an action; the figures are of whole ones."""
     whole = simulate(generate("1f1b", 2, 4), StageTimes(4, 4, 4)).events
     bare = [e._replace(start_ns=e.start_ns + 10**9) if e.lane == "compute" else e for e in whole]
@@ -80,5 +79,3 @@ def test_what_is_around_a_computation_counts_for_its_stage_and_for_no_bubble_nor
     # But of the first one nothing says when its rank turned to it.
     assert told.stages[0].forward_s == pytest.approx(4 - 1 / 4)
     assert told.bubble == pytest.approx(as_whole.bubble, abs=0.02)
-    pace = rank_times([e for e in bare if e.rank == 1], 1, 1)
-    assert (pace.forward_s, pace.backward_s) == (3, 7)

@@ -201,7 +201,7 @@ def test_a_rank_has_the_memory_of_its_layers_alone(mesh: Mesh) -> None:
     model = instep.Pipeline(net, mesh, "1f1b", G)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = train(model, optimizer)
-    here = [n for n, p in net.named_parameters() if p.untyped_storage().nbytes() >= p.nbytes]
+    here = [n for n, p in net.named_parameters() if p.numel()]
     assert here == [n for n, p in net.named_parameters() if optimizer.state[p]]
     first = mesh.along["pp"].rank == 0
     assert ("embedding.tokens.weight" in here) == first
@@ -399,20 +399,6 @@ def test_a_rank_that_raises_is_named_by_the_others_at_once(mesh: Mesh) -> None:
         model.step(fails, lambda micro_batch: windows(0, micro_batch)[:, :-1])
     if kinds == (Desync,):
         assert "rank 1: ZeroDivisionError" in str(raised.value)
-    assert all(p.grad is None for p in model.parameters())
-    model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_torchs_clipping_is_told_what_to_do(mesh: Mesh) -> None:
-    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
-    model.step(
-        lambda logits, micro_batch: loss(logits, 0, micro_batch),
-        lambda micro_batch: windows(0, micro_batch)[:, :-1],
-    )
-    with pytest.raises(RuntimeError, match=r"instep.clip_grad_norm_"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    model.zero_grad()
     assert all(p.grad is None for p in model.parameters())
     model.close()
 

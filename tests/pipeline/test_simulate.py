@@ -6,8 +6,9 @@ import pytest
 
 from instep.events import STEP, Event, Timeline
 from instep.pipeline.actions import Schedule
+from instep.pipeline.recorded import KINDS
 from instep.pipeline.schedules import generate
-from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, run, simulate
+from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, simulate
 from instep.timeline.bubbles import DRAIN, FILL, STEADY, StepWindow, bubbles
 
 S = 1_000_000_000
@@ -25,8 +26,12 @@ DRAWN = {
 
 
 def computed(schedule: Schedule, times: StageTimes, **options: int) -> dict[str, tuple[float, float]]:
-    found = run(schedule, times, **options)
-    return {str(one.action): (one.start_s, one.end_s) for one in found if one.action.kind in "FBIW"}
+    found = simulate(schedule, times, **options).events
+    return {
+        f"{one.stage}{KINDS[one.name]}{one.leaf}": (one.start_ns / NS, one.end_ns / NS)
+        for one in found
+        if one.lane == "compute"
+    }
 
 
 def test_the_run_is_the_one_that_is_drawn():
@@ -113,7 +118,7 @@ def test_what_does_not_end_is_not_simulated():
 
 def test_times_of_other_stages_are_refused():
     with pytest.raises(ValueError, match="expected weight_gradient_s of 2 stages, got 3"):
-        run(generate("gpipe", 2, 2), StageTimes([1, 2], 1, [1, 2, 3]))
+        simulate(generate("gpipe", 2, 2), StageTimes([1, 2], 1, [1, 2, 3]))
 
 
 def test_a_timeline_without_computation_has_no_rate():

@@ -142,65 +142,6 @@ def test_three_stages_of_one_weight_have_the_bits_of_one_rank(backend: str) -> N
     compared()
 
 
-class Looks(nn.Embedding):
-    """Rows of a shared weight, for tokens that it passes on."""
-
-    def __init__(self, weight: nn.Parameter, *, sparse: bool) -> None:
-        super().__init__(3, 4, _weight=weight.detach(), sparse=sparse)
-        self.weight = weight
-
-    def forward(self, tokens: Tensor, x: Any = 0.5) -> Any:  # type: ignore[override]
-        return tokens, torch.tanh(x + super().forward(tokens) * torch.linspace(0.1, 0.7, 4))
-
-
-class Scores(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return tokens, (x @ self.weight.T) @ self.weight
-
-
-class Given(nn.Module):
-    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        return x
-
-
-TOKENS = torch.tensor([[0, 1, 1, 2], [2, 2, 2, 1], [1, 0, 1, 0], [2, 2, 2, 2]])
-
-
-@pytest.mark.parametrize(
-    "layers", ["sparse, dense", "sparse, sparse", "dense, sparse", "sparse, scores, sparse"]
-)
-@world(2, pp=2, dp=1)
-def test_a_shared_embedding_may_have_sparse_gradients(mesh: Mesh, layers: str) -> None:
-    def made() -> list[nn.Module]:
-        weight = nn.Parameter(torch.linspace(-0.3, 0.4, 12).view(3, 4))
-        kinds = {"scores": Scores(weight), "dense": Looks(weight, sparse=False)}
-        kinds |= {"sparse": Looks(weight, sparse=True)}
-        return [*(kinds[kind] for kind in layers.split(", ")), Given()]
-
-    def weight(net: list[nn.Module]) -> Any:
-        return net[0].weight
-
-    alone, piped = made(), made()
-    model = instep.DataParallel(nn.ModuleList(alone))
-    for micro_batch in model.micro_batches(G):
-        found: Any = (TOKENS[micro_batch.index],)
-        for layer in alone:
-            found = layer(*found)
-        found.square().mean().backward()
-    model.close()
-    pipeline = instep.Pipeline(piped, mesh, "1f1b", G, cuts=[1])
-    pipeline.step(lambda output, _: output.square().mean(), lambda micro_batch: TOKENS[micro_batch.index])
-    if mesh.rank == 0:
-        expected, gradient = weight(alone).grad, weight(piped).grad
-        assert gradient.is_sparse and expected.is_sparse
-        assert torch.equal(gradient.to_dense(), expected.to_dense())
-    pipeline.close()
-
-
 @world(2, pp=2, dp=1)
 def test_a_stage_that_does_not_use_a_shared_weight_adds_no_zero_to_its_gradient(mesh: Mesh) -> None:
     """-0.0 + 0.0 is 0.0."""
@@ -230,3 +171,9 @@ def test_a_pipeline_refuses_a_schedule_that_its_shared_parameters_forbid(mesh: M
     text = "0F0 0B0 0F1 0B1\n1F0 1I0 1F1 1I1 1W0 1W1"
     with pytest.raises(ValueError, match=r"rank 0 at 0B0 for 1W0"):
         instep.Pipeline(two(), mesh, text, 2)
+
+
+@world(2, pp=2, dp=1)
+def test_sparse_gradients_are_refused(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"'0' has sparse=True: .* pass sparse=False"):
+        instep.Pipeline([nn.Embedding(3, 4, sparse=True), nn.Linear(4, 4)], mesh)

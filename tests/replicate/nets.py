@@ -280,7 +280,7 @@ def look_up(model: nn.Module, micro_batch: MicroBatch, step: int) -> None:
 # Sums inside a micro-batch that a plain loop makes too, but at another time, and so in another order.
 OTHER = {
     "reentrant": Training(lambda: Segments(reentrant=True), requires_input, num_leaves=5),
-    "sparse": Training(lambda: nn.Embedding(11, WIDTH, sparse=True), look_up, 5, torch.optim.SparseAdam),
+    "embedding": Training(lambda: nn.Embedding(11, WIDTH), look_up, 5),
 }
 
 RANDOM = {

@@ -119,13 +119,12 @@ def test_accumulation_under_no_sync(mesh: Mesh, strategy: str) -> None:
         assert_trains_as_ddp_does(filled(Dense()), loop, strategy=strategy, bucket_cap_mb=1e-4)
 
 
-def switching(loss: Callable[[nn.Module, str], Tensor], name: str) -> Loop:
+def switching(loss: Callable[[nn.Module, str], Tensor]) -> Loop:
     """Accumulation as many loops have it: the attribute is set, and no block is entered."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         for turn in range(3):
-            switch = name if isinstance(model, DataParallel) else "require_backward_grad_sync"
-            setattr(model, switch, turn == 2)
+            model.require_backward_grad_sync = turn == 2
             (loss(model, f"{step} {turn} {rank()}") / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -136,10 +135,9 @@ def switching(loss: Callable[[nn.Module, str], Tensor], name: str) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("name", ["require_backward_grad_sync", "do_sync"])
 @world(2, by="process")
-def test_accumulation_by_setting_the_attribute(mesh: Mesh, name: str) -> None:
-    assert_trains_as_ddp_does(filled(Dense()), switching(square_loss, name))
+def test_accumulation_by_setting_the_attribute(mesh: Mesh) -> None:
+    assert_trains_as_ddp_does(filled(Dense()), switching(square_loss))
 
 
 @world(2, by="process")
@@ -212,22 +210,6 @@ def test_a_gan_of_two_wrappers(mesh: Mesh, freeze: bool) -> None:
     for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
     DataParallel(ours, init_sync="verify").close()
-
-
-@world(2, by="process")
-def test_sparse_gradients_stay_sparse(mesh: Mesh) -> None:
-    """An optimizer for sparse gradients takes no others."""
-    results = []
-    for wrap in (DistributedDataParallel, DataParallel):
-        module = filled(nn.Embedding(7, 3, sparse=True))
-        model, optimizer = wrap(module), torch.optim.SparseAdam(module.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(torch.tensor([mesh.rank, 3, step])).square().sum().backward()
-            assert module.weight.grad.is_sparse
-            optimizer.step()
-        results.append(module.weight.detach())
-    torch.testing.assert_close(*results)
 
 
 @world(2, by="process")

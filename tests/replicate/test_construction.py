@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.mesh.mesh import Mesh, get, registered_mesh
-from instep.replicate.ddp_keywords import NO_EFFECT, REFUSED
+from instep.replicate.ddp_keywords import REFUSED
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Twice
@@ -26,6 +27,21 @@ def capped(sizes: list[int]) -> int:
     raise ZeroDivisionError("division by zero")
 
 
+SHARED = nn.Linear(2, 2)
+
+
+def holding(value: object) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].held = value
+    return module
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.jit.script(nn.Linear(2, 2))
+
+
 # What rank 1 alone wraps, how, and what it says of it.
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
     "writes to a weight": (
@@ -34,10 +50,45 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exceptio
         ValueError,
         r"'' has max_norm=1\.0, which rescales rows of its weight in forward",
     ),
-    "has no shape": (lambda: nn.LazyLinear(2), {}, ValueError, "parameter 'weight' has no shape yet"),
+    "has no shape": (
+        lambda: nn.LazyLinear(2),
+        {},
+        ValueError,
+        "parameter 'weight' has no shape yet: run one",
+    ),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+        {},
+        ValueError,
+        "'0' has sparse gradients: make it with sparse=False",
+    ),
+    "sparse bag": (lambda: nn.EmbeddingBag(4, 2, sparse=True), {}, ValueError, "'' has sparse gradients"),
+    "TorchScript": (Scripted, {}, ValueError, "'part' is a TorchScript module, .* wrap the Python module"),
+    "part called module": (
+        lambda: nn.ModuleDict({"module": nn.Linear(2, 2)}),
+        {},
+        ValueError,
+        "the module has a part called 'module', .* give the part another name",
+    ),
+    **{
+        f"unregistered weights {i}": (
+            partial(holding, value),
+            {},
+            ValueError,
+            r"'0\.held' holds trainable weights that are no parameters .*: register them \(nn\.ParameterList",
+        )
+        for i, value in enumerate(
+            (torch.ones(2, requires_grad=True), [nn.Linear(1, 1)], {"a": nn.Parameter(torch.ones(1))})
+        )
+    },
+    "shared": (
+        lambda: nn.Sequential(SHARED),
+        {},
+        ValueError,
+        r"parameter 'weight' belongs to a DataParallel already, .*: wrap or shard one module .*or close\(\)",
+    ),
     "strategy": (Dense, {"strategy": "ring"}, ValueError, "strategy 'ring': expected one of naive, flat"),
     "values": (Dense, {"init_sync": "yes"}, ValueError, "init_sync='yes': expected True, False or 'verify'"),
-    "refused keyword": (Dense, {"mixed_precision": 1}, ValueError, "mixed_precision is not offered"),
     "unknown keyword": (
         Dense,
         {"bucket_cap_gb": 1},
@@ -51,16 +102,23 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exceptio
         "bucket_cap_mb: expected positive sizes in MiB",
     ),
     "callable": (Dense, {"bucket_cap_mb": capped}, ZeroDivisionError, "division by zero"),
+    **{
+        name: (Dense, {name: [1]}, ValueError, f"{name} has no meaning here: {reason}")
+        for name, reason in REFUSED.items()
+    },
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("kind", REFUSALS)
-@world(3)
+@world(2)
 def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> None:
     make, options, error, message = REFUSALS[kind]
     if mesh.rank == 1:
+        other = DataParallel(SHARED, process_group=world_of_one())
         with pytest.raises(error, match=f"^{message}"):
             DataParallel(make(), process_group=mesh, **options)
+        other.close()
     else:
         kind = "" if error is ValueError else f"{error.__name__}: "
         with pytest.raises(ValueError, match=f"^rank 1: {kind}{message}") as caught:
@@ -72,73 +130,44 @@ def test_what_one_rank_refuses_all_raise_and_name_it(mesh: Mesh, kind: str) -> N
     model.close()
 
 
-def test_every_keyword_of_ddp_is_known() -> None:
-    theirs = set(inspect.signature(DistributedDataParallel).parameters) - {"module"}
-    ours = set(inspect.signature(DataParallel).parameters) | NO_EFFECT.keys() | REFUSED.keys()
-    assert theirs <= ours
-
-
-def test_the_first_arguments_stand_where_they_do_in_ddp() -> None:
-    positional = [
-        name
-        for name, p in inspect.signature(DataParallel).parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
-    theirs = list(inspect.signature(DistributedDataParallel).parameters)
-    assert positional == theirs[: len(positional)]
-
-
-@pytest.mark.parametrize("place", range(1, 6))
 @world(2)
-def test_a_group_in_the_place_of_another_argument_is_refused(mesh: Mesh, place: int) -> None:
-    name = list(inspect.signature(DataParallel).parameters)[place]
-    for group in (mesh.whole.pg, [mesh], *([mesh] if place > 1 else ())):  # a mesh may be the second argument
-        with pytest.raises(TypeError, match=f"^{name}: expected .*, got a .*by name, process_group="):
-            DataParallel(Dense(), *[None] * (place - 1), group)
+def test_frozen_weights_and_those_of_another_wrapper_may_be_held_in_a_list(mesh: Mesh) -> None:
+    """A teacher, say, or the discriminator that a generator's loss asks."""
+    teacher, discriminator = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+    other = DataParallel(discriminator, process_group=mesh)
+    DataParallel(holding([teacher, discriminator]), process_group=mesh).close()
+    other.close()
 
 
-def test_keywords_that_ask_for_nothing_are_quiet() -> None:
-    quiet = {name: value for name, (value, _) in NO_EFFECT.items()} | dict.fromkeys(REFUSED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DataParallel(nn.Linear(1, 1), **quiet).close()
+@world(2)
+def test_a_gradient_that_arrives_sparse_is_refused_by_name(mesh: Mesh) -> None:
+    class LooksUp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(4, 3))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return nn.functional.embedding(tokens, self.rows, sparse=True)
+
+    for accumulates in (False, True):
+        model = DataParallel(LooksUp(), process_group=mesh)
+        match = r"parameter 'rows' has a sparse gradient: .*sparse=False"
+        with pytest.raises(ValueError, match=match), model.no_sync() if accumulates else nullcontext():
+            model(torch.tensor([mesh.rank])).sum().backward()
+        model.close()
 
 
-@world(2, by="process")
-def test_keywords_without_effect_warn_once_on_rank_0(mesh: Mesh) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DataParallel(Dense(), gradient_as_bucket_view=False, static_graph=True, dim=1).close()
-    assert len(caught) == (mesh.rank == 0)
-    for warning in caught:
-        text = str(warning.message)
-        assert all(name in text for name in ("gradient_as_bucket_view", "static_graph", "dim (")), text
-        assert warning.filename == __file__
+def test_every_keyword_of_ddp_is_known_and_one_that_asks_for_nothing_is_ignored() -> None:
+    theirs = set(inspect.signature(DistributedDataParallel).parameters) - {"module"}
+    assert theirs <= set(inspect.signature(DataParallel).parameters) | REFUSED.keys()
+    for nothing in (None, False, 0):
+        DataParallel(nn.Linear(1, 1), **dict.fromkeys(REFUSED, nothing)).close()
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value"), [("delay_all_reduce_named_params", [("a", None)]), ("mixed_precision", object())]
-)
-def test_keywords_that_are_refused_say_what_to_do(keyword: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{keyword} is not offered: "):
-        DataParallel(nn.Linear(1, 1), **{keyword: value})
-
-
-def test_a_keyword_that_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="unknown keyword 'bucket_cap_gb'"):
-        DataParallel(nn.Linear(1, 1), bucket_cap_gb=1)
-
-
-@world(2, by="process")
-def test_joining_uneven_inputs_points_to_micro_batches(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with model.join():
-            square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    assert [("micro_batches(G)" in str(w.message)) for w in caught] == [True] * (mesh.rank == 0)
-    model.close()
+@pytest.mark.parametrize("devices", [[0], 0, torch.device("cpu"), "cuda:0", ()])
+def test_devices_as_the_second_argument_are_refused(devices: object) -> None:
+    with pytest.raises(TypeError, match=r"process_group: expected a mesh or a process group, got .*: dev"):
+        DataParallel(nn.Linear(1, 1), devices)
 
 
 @world(2, by="process")
@@ -155,23 +184,11 @@ def test_a_static_graph_may_have_unused_parameters_as_in_ddp(mesh: Mesh) -> None
 
 
 @world(2, by="process")
-def test_a_device_mesh_instead_of_a_process_group(mesh: Mesh) -> None:
-    device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    model = DataParallel(filled(Dense()), device_mesh=device_mesh)
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    model.close()
-    with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
-        DataParallel(Dense(), process_group=mesh, device_mesh=device_mesh)
-
-
-@world(2, by="process")
 def test_buffers_are_left_alone_if_asked(mesh: Mesh) -> None:
-    for keyword in ("broadcast_buffers", "forward_sync_buffers"):
-        model = DataParallel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), **{keyword: False})
-        square(model, mesh.rank).backward()
-        assert not equal_everywhere(mesh, model.buffers())
-        model.close()
+    model = DataParallel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), broadcast_buffers=False)
+    square(model, mesh.rank).backward()
+    assert not equal_everywhere(mesh, model.buffers())
+    model.close()
 
 
 def test_a_world_of_one_needs_no_group() -> None:

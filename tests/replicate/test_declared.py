@@ -104,14 +104,13 @@ def test_a_gradient_left_over_is_refused() -> None:
         step(model)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_of_zeros_that_are_left_count_as_none(sparse: bool) -> None:
-    model = DataParallel(nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 1)))
+def test_gradients_of_zeros_that_are_left_count_as_none() -> None:
+    model = DataParallel(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1)))
     found = []
     for _ in range(2):
         for micro_batch in model.micro_batches(2):
             model(torch.tensor([micro_batch.index])).sum().backward()
-        found.append([p.grad.to_dense().clone() for p in model.parameters()])
+        found.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad(set_to_none=False)
     assert all(map(torch.equal, *found))
     model.close()
@@ -263,7 +262,7 @@ class OfManyKinds(nn.Module):
         self.narrow = nn.Parameter(torch.zeros(40_000, dtype=torch.bfloat16))
         self.pairs = nn.Parameter(torch.zeros(10_000, dtype=torch.complex64))
         self.turned = nn.Parameter(torch.zeros(130, 140))
-        self.rows = nn.Embedding(130, 140, sparse=True)
+        self.rows = nn.Embedding(130, 140)
 
     def forward(self, leaf: int) -> torch.Tensor:
         used = [p for i, p in enumerate((self.small, self.narrow, self.pairs, self.turned)) if i != leaf % 4]
@@ -286,8 +285,7 @@ def test_leaves_of_all_kinds_of_gradients_are_added_as_the_tree_says(num_leaves:
         for micro_batch in model.micro_batches(num_leaves):
             model(micro_batch.index).backward()
         for p, *own in zip(model.parameters(), *leaves, strict=True):
-            wide = [flat_real(x.to_dense() if x.is_sparse else x).float() for x in own]
+            wide = [flat_real(x).float() for x in own]
             mean = tree_sum(wide, torch.add) * (1 / num_leaves)
-            found = p.grad.to_dense() if p.grad.is_sparse else p.grad
-            assert torch.equal(flat_real(found), mean.to(flat_real(p).dtype)), (step, tuple(p.shape))
+            assert torch.equal(flat_real(p.grad), mean.to(flat_real(p).dtype)), (step, tuple(p.shape))
     model.close()

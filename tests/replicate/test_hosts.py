@@ -66,11 +66,13 @@ def binds_again(mesh: Mesh) -> None:
     mesh.world.group.barrier("the test")
     with hosts(*evenly(2, 2)):
         mesh.world.group.barrier("the test")
-        model.rebind(mesh)
+        model.close()
+        model = DataParallel(model.module, process_group=mesh)
         assert isinstance(model._reducer.exchange.transport, HierarchicalTransport)
         assert_backwards(mesh, model)
         mesh.world.group.barrier("the test")
-    model.rebind(world_of_one())
+    model.close()
+    model = DataParallel(model.module, process_group=world_of_one())
     assert_backwards(world_of_one(), model)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,16 +66,56 @@ class Returning(nn.Module):
         return self.pack(self.dense(x))
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.body(x)
+        return self.a(h), self.b(h), h.detach()
+
+
+class Scales(nn.Module):
+    """``num`` weights, of which each rank leaves out some of its own."""
+
+    def __init__(self, num: int, *shape: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(shape)) for _ in range(num)])
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x * torch.stack([s for i, s in enumerate(self.scales) if i % 7 != rank + 1]).sum(0)
+
+
+# The model, and its output for the samples of a rank.
+ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
+    **{
+        f"outputs in a {kind}": (
+            partial(Returning, pack),
+            lambda model, rank, unpack=unpack: unpack(model(samples(rank))),
+        )
+        for kind, (pack, unpack) in CONTAINERS.items()
+    },
+    "some outputs are used": (Heads, lambda model, rank: model(samples(rank))[rank]),
+    "an output is changed in place": (Dense, lambda model, rank: model(samples(rank)).mul_(2.0)),
+    "more parameters than a word has bits": (
+        partial(Scales, 200, 6),
+        lambda model, rank: model(samples(rank), rank),
+    ),
+    "one scalar": (partial(Scales, 1), lambda model, rank: model(samples(rank), rank)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
 @world(2)
-def test_outputs_in_a(mesh: Mesh, kind: str) -> None:
-    pack, unpack = CONTAINERS[kind]
+def test_the_gradient_is_the_mean_where(mesh: Mesh, kind: str) -> None:
+    make, output = ODD[kind]
 
     def loss(model: nn.Module, rank: int) -> Tensor:
-        return unpack(model(samples(rank))).square().mean()
+        return output(model, rank).square().mean()
 
-    model = DataParallel(filled(Returning(pack)), process_group=mesh)
-    assert_backwards(mesh, model, loss, times=2)
+    model = DataParallel(filled(make()), process_group=mesh, find_unused_parameters=True)
+    assert_backwards(mesh, model, loss, times=3)
     model.close()
 
 
@@ -83,36 +125,6 @@ def test_an_object_that_hides_its_tensors_still_heeds_no_sync(mesh: Mesh) -> Non
     with model.no_sync():
         model(samples(mesh.rank)).logits.square().mean().backward()
     assert not equal_everywhere(mesh, gradients(model.module))
-    model.close()
-
-
-@world(2)
-def test_outputs_of_which_only_some_are_used(mesh: Mesh) -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 2), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            h = self.body(x)
-            return self.a(h), self.b(h), h.detach()
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(samples(rank))[rank].square().mean()
-
-    model = DataParallel(filled(Heads()), process_group=mesh, find_unused_parameters=True)
-    assert_backwards(mesh, model, loss, times=3)
-    model.close()
-
-
-@world(2)
-def test_an_output_that_is_changed_in_place(mesh: Mesh) -> None:
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(samples(rank)).mul_(2.0).square().mean()
-
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    loss(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, loss)
     model.close()
 
 
@@ -163,47 +175,10 @@ def test_five_dtypes_and_no_elements_and_no_dimensions(mesh: Mesh) -> None:
 
 
 @world(2)
-def test_more_parameters_than_one_word_has_bits(mesh: Mesh) -> None:
-    """200 of them in one bucket, some of them used on one rank alone."""
-
-    class Many(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scales = nn.ParameterList([nn.Parameter(torch.ones(6)) for _ in range(200)])
-
-        def forward(self, x: Tensor, rank: int) -> Tensor:
-            used = [s for i, s in enumerate(self.scales) if i % 7 != rank]
-            return x * torch.stack(used).sum(0)
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(samples(rank), rank).square().mean()
-
-    model = DataParallel(filled(Many()), process_group=mesh, find_unused_parameters=True)
-    assert_backwards(mesh, model, loss, times=2)
-    model.close()
-
-
-@world(2)
 def test_models_with_nothing_to_train_are_refused_as_by_torch(mesh: Mesh) -> None:
     for module in (nn.Identity(), nn.Linear(6, 3).requires_grad_(False), nn.ReLU()):
         with pytest.raises(RuntimeError, match="no parameter of the module requires a gradient"):
             DataParallel(module, process_group=mesh)
-
-
-@world(2)
-def test_a_model_that_is_one_scalar(mesh: Mesh) -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
-    model = DataParallel(Scale(), process_group=mesh)
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    model.close()
 
 
 @world(2)

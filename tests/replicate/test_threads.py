@@ -22,7 +22,7 @@ from tests.parity import _tree_sum, assert_same_bits, bits_of_one, filled, numbe
 from tests.replicate.nets import OTHER, PLAIN, Dense, Segments, mean_square
 from tests.state_oracle import state_entries
 
-DECLARED = {name: training for name, training in (PLAIN | OTHER).items() if name != "sparse"}
+DECLARED = PLAIN | OTHER
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -173,29 +171,17 @@ def test_an_optimizer_with_a_closure(mesh: Mesh) -> None:
     model.close()
 
 
-@world(2, by="process")
-def test_no_sync_around_backward_alone_is_ignored_with_one_warning(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()))
+@world(2)
+def test_no_sync_counts_in_forward_as_in_ddp(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
     loss = square(model, mesh.rank)
-    with model.no_sync(), pytest.warns(UserWarning, match=r"off in forward and on in backward.*synchronised"):
+    with model.no_sync():
         loss.backward()
     assert_mean_gradients(mesh, model.module, square)
     model.zero_grad()
-    loss = square(model, mesh.rank)
-    with model.no_sync(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss.backward()
-    assert_mean_gradients(mesh, model.module, square)
-    model.close()
-
-
-@world(2, by="process")
-def test_no_sync_around_forward_alone_decides_with_one_warning(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()))
     with model.no_sync():
         loss = square(model, mesh.rank)
-    with pytest.warns(UserWarning, match=r"on in forward and off in backward.*not synchronised"):
-        loss.backward()
+    loss.backward()
     assert not equal_everywhere(mesh, gradients(model.module))
     model.sync_gradients()
     assert_mean_gradients(mesh, model.module, square)
@@ -209,33 +195,6 @@ def test_no_sync_ends_also_when_its_block_raises(mesh: Mesh) -> None:
         raise LookupError
     square(model, mesh.rank).backward()
     assert_mean_gradients(mesh, model.module, square)
-    model.close()
-
-
-@world(2)
-def test_switching_synchronisation_off_and_on(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    model.disable_grad_sync()
-    square(model, mesh.rank).backward()
-    assert not equal_everywhere(mesh, gradients(model.module))
-    model.enable_grad_sync()
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, lambda module, rank: 2 * square(module, rank))
-    model.close()
-
-
-@world(2)
-def test_the_switch_is_one_whatever_it_is_called(mesh: Mesh) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    assert model.do_sync is model.require_backward_grad_sync is True
-    with model.no_sync():
-        assert model.do_sync is model.require_backward_grad_sync is False
-        model.do_sync = True
-        assert model.require_backward_grad_sync is True
-    model.require_backward_grad_sync = False
-    with model.no_sync():
-        model.enable_grad_sync()
-    assert model.do_sync is False  # as before the block
     model.close()
 
 

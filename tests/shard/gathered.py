@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from instep.shard.stage3 import Stage3
 from torch import Tensor, nn
 
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
-from instep.shard.stage3 import Stage3
 from tests.parity import filled, numbers
 
 WIDTH = 72  # a matrix of WIDTH x 4 WIDTH has five blocks and a part of one

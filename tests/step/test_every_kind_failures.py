@@ -124,7 +124,7 @@ def test_an_exception_after_the_last_backward_of_the_very_first_step(mesh: Mesh,
         with pytest.raises(ArithmeticError):
             leave()
     else:
-        with pytest.raises(Desync, match="rank 0 left (the )?step"):
+        with pytest.raises(Desync, match=r"rank 0 left (the )?step"):
             backward(model, 1, declared=True)
     assert_steps_work(model, mesh.rank, expected)
     close(model)

@@ -159,7 +159,7 @@ FAULTS = {
 def test_a_wrong_gradient_is_named_with_its_ratio_and_cause(mesh: Mesh, kind: str, fault: str) -> None:
     factor, text, cause = FAULTS[fault]
     model, _ = KINDS[kind].make(filled(nn.Sequential(net(), Faulty(WIDTH, WIDTH))), mesh)
-    model.get_submodule("1" if kind != "replicated" else "module.1").factor = factor
+    model.get_submodule("1").factor = factor
     report = verified(model, mesh)
     bad = [row for row in report.rows if not row.ok]
     assert [(row.name, row.ratio_text()) for row in bad] == [("1.weight", text)] and cause in report.cause

@@ -1,0 +1,73 @@
+"""The gradients of all stages together: their norm is over all, and no other code may change some of them.
+
+A rank has the gradients of its stage alone. So torch's own clipping would take each stage's norm for that of
+the model, and a ``GradScaler`` would skip a step on one rank and not on another: both write to gradients
+between ``step()`` and the optimizer's step, which refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.events import PIPELINE, Recorder
+from instep.memory import bytes_of, tensor_of
+from instep.pipeline.home import PipelineHome
+from instep.reduce import norm
+
+Sample: TypeAlias = tuple[Tensor, bytes]  # the parameter that has the smallest gradient, and that
+GRADIENT_NORM = "the gradient norm"
+NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+CHANGED = (
+    "has a gradient that was written to since the pipeline's step(): a rank has the gradients of its own "
+    "stage alone, which torch's clipping and a GradScaler do not know. Clip with instep.clip_grad_norm_("
+    "model.parameters(), max_norm), scale the loss, and train with bfloat16, which needs no GradScaler"
+)
+
+
+class StageGradients:
+    """The gradients of the parameters of ``home``. ``recorder`` records the wait for the norm, which for a
+    rank that has computed all is the drain of the pipeline."""
+
+    def __init__(self, home: PipelineHome, recorder: Recorder) -> None:
+        self._home, self._recorder = home, recorder
+        mine = [x.parameter for x in home.held if x.parameter.requires_grad]
+        self._mine = sorted(mine, key=Tensor.numel) if home.group.size > 1 else []
+        self._versions: list[tuple[int, int]] = []
+        self._sample: Sample | None = None  # a GradScaler writes past torch's count of writes
+        if home.group.size > 1:
+            norm.add_up_with(self, home.parameters)
+
+    def settled(self) -> None:
+        """Gradients have been reduced, or clipped: nothing else may write to them."""
+        self._versions = [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self._mine]
+        smallest = next((p for p in self._mine if p.grad is not None), None)
+        self._sample = None if smallest is None else (smallest, _bytes_of(smallest))
+
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        """Those of all ranks, whose part is ``own`` here. Collective: 8 bytes per block."""
+        told = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        with self._recorder.span(PIPELINE, lane="host"):
+            rows = self._home.group.all_gather_bytes(told, GRADIENT_NORM, limit=NORM_BYTES)
+        return [x for row in rows for x in tensor_of(row, torch.float64).tolist()]
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """Why ``optimizer`` must not use them, or None."""
+        if not self._mine:
+            return None
+        is_same = getattr(optimizer, "found_inf", None) is None  # else a fused one unscales by itself
+        for p, known in zip(self._mine, self._versions, strict=False):
+            is_same &= p.grad is None or (id(p.grad), p.grad._version) == known
+        sample, self._sample = self._sample, None
+        if sample is not None and sample[0].grad is not None:
+            is_same &= _bytes_of(sample[0]) == sample[1]
+        return None if is_same else CHANGED
+
+
+def _bytes_of(p: Tensor) -> bytes:
+    assert p.grad is not None
+    return bytes_of(p.grad)
