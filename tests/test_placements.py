@@ -41,13 +41,18 @@ NUM_TRIALS = {
 # What is refused is not drawn, so that all end in the same bits, but one that torch itself may not train.
 FLOORS = {form: number - 1 for form, number in NUM_TRIALS.items()}
 # What is refused in words: a forward that counts its calls; where gradients are in slices, an optimizer that
-# looks at whole matrices, and parts of a gradient that come one by one; in a pipeline, recomputation that
+# looks at whole matrices, parts of a gradient that come one by one,
+# hooks of parameters, and weights that are used outside of their unit; in a pipeline, recomputation that
 # cannot leave the gradients of weights for later.
+ORDERS = ("transposed", "channels_last")  # of memory, of what is to be cut
 REFUSALS = {
     **dict.fromkeys(NUM_TRIALS, frozenset({"counter"})),
     "threads": frozenset({"counter", "hook"}),  # of a parameter, which its copies lack
-    "stage1": frozenset({"counter", "Adafactor"}),
-    **dict.fromkeys(("stage2", "stage3"), frozenset({"counter", "Adafactor", "reentrant"})),
+    "stage1": frozenset({"counter", "Adafactor", *ORDERS}),
+    **dict.fromkeys(
+        ("stage2", "stage3"),
+        frozenset({"counter", "Adafactor", "reentrant", "hook", "l2", "borrowed", *ORDERS}),
+    ),
     "pipeline": frozenset({"counter", "reentrant"}),
 }
 

@@ -211,7 +211,6 @@ class Placement:
     backend: str = "gloo"
     by: str = "thread"
     bucket_mb: float = 25.0
-    one_copy: bool = False
     reshard: bool = True
     overlap: bool = True
     find_unused: bool | None = True
@@ -310,7 +309,6 @@ def placement(draw: random.Random, whole: Program, form: str | None = None) -> P
         backend=backend,
         by=by,
         bucket_mb=draw.choice(BUCKETS_MB),
-        one_copy=backend == "shm" and form in ("stage1", "stage2") and draw.random() < 0.3,
         reshard=draw.random() < 0.7,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),

@@ -86,7 +86,6 @@ class Training:
                 module,
                 mesh,
                 int(form[-1]),
-                one_copy=placement.one_copy,
                 overlap=placement.overlap,
                 **stage3,
                 **options,
@@ -121,7 +120,7 @@ class Training:
             )
             sharded = form == "stage1"
             self.optimizer = (
-                self._sharded(module, shard_group_of(mesh), one_copy=placement.one_copy)
+                self._sharded(module, shard_group_of(mesh))
                 if sharded
                 else plain(program, module)
             )

@@ -152,7 +152,7 @@ def gathered(module: nn.Module) -> Iterator[list[int]]:
 def figures(model: GPTConfig, kind: ShardStage, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """In MB. Of a rank, that of the rank that has most."""
     ranks, size = len(found), FLOAT_BYTES * num_parameters(model)
-    said = formula(model, MOMENTS, 1, stage=kind.stage, ranks=ranks, one_copy=kind.one_copy)
+    said = formula(model, MOMENTS, 1, stage=kind.stage, ranks=ranks)
     states = max(sum(each["held"][name] for name in STATES) for each in found)
     expected = sum(said[name] for name in STATES)
     if abs(states / expected - 1) > CLOSE:

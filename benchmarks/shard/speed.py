@@ -56,13 +56,13 @@ def replicated(shared: SharedModel, backend: str) -> tuple[nn.Module, Optimizer]
     return model, AdamW(module.parameters(), **OPTIONS)
 
 
-def sharded(shared: SharedModel, backend: str, *, one_copy: bool = False) -> tuple[nn.Module, Optimizer]:
+def sharded(shared: SharedModel, backend: str) -> tuple[nn.Module, Optimizer]:
     module = copy.deepcopy(shared.module)
     group = shared.world.group(backend)
     model = instep.DataParallel(
         module, process_group=group, bucket_cap_mb=BUCKET_MB[backend], init_sync=False
     )
-    return model, instep.ShardedOptimizer(module.parameters(), AdamW, group, one_copy=one_copy, **OPTIONS)
+    return model, instep.ShardedOptimizer(module.parameters(), AdamW, group, **OPTIONS)
 
 
 def ddp(shared: SharedModel) -> tuple[nn.Module, Optimizer]:
@@ -104,8 +104,7 @@ SETS: dict[str, dict[str, Make]] = {
         "DataParallel + AdamW over shm": lambda shared: replicated(shared, "shm"),
         "DataParallel + ShardedOptimizer over gloo": lambda shared: sharded(shared, "gloo"),
         "DataParallel + ShardedOptimizer over shm": lambda shared: sharded(shared, "shm"),
-        "DataParallel + ShardedOptimizer(one_copy=True) over shm": lambda s: sharded(s, "shm", one_copy=True),
-        "fully_shard(stage=2, one_copy=True) over shm": lambda s: fully(s, "shm", stage=2, one_copy=True),
+        "fully_shard(stage=2) over shm": lambda s: fully(s, "shm", stage=2),
         "DDP + AdamW over gloo": ddp,
         "DDP + ZeroRedundancyOptimizer over gloo": zero,
     },

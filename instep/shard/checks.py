@@ -172,7 +172,7 @@ def require_plain(name: str, p: Tensor) -> None:
     problem = None
     if type(p) is not nn.Parameter:
         problem = f"is a {type(p).__name__}: make it an nn.Parameter"
-    elif p.layout != torch.strided or not p.is_contiguous():
+    elif p.layout != torch.strided or not homes.in_order(p.shape, homes.dense_strides(p)):
         problem = "is not contiguous in memory (channels_last, transposed): make it so with .contiguous()"
     elif p._backward_hooks or p._post_accumulate_grad_hooks:
         problem = "has a hook, which its shard would never call: edit gradients after backward instead"
@@ -192,7 +192,7 @@ def require_new(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"expected parameters in memory, got {p.layout} on {p.device}: materialise the module first"
             )
-        if not p.is_contiguous():
+        if not homes.in_order(p.shape, homes.dense_strides(p)):
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} is not contiguous in memory (channels_last, "
                 "transposed), and would be cut across its order: make it so with .contiguous(), or use the "

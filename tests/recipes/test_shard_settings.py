@@ -19,9 +19,6 @@ STAGES = [
     ({"shard_stage": 4}, "parallel.shard_stage: expected 0, 1, 2 or 3, got 4"),
     ({"shard_stage": 2, "strategy": "flat"}, "with parallel.strategy flat.*; leave"),
     ({"shard_stage": 3, "ordered": False}, "with parallel.ordered false.*; leave"),
-    ({"one_copy": True}, "one_copy with parallel.shard_stage 0.*; set"),
-    ({"shard_stage": 3, "one_copy": True}, "one_copy with parallel.shard_stage 3.*; set"),
-    ({"shard_stage": 2, "one_copy": True, "backend": "gloo"}, "one_copy with parallel.backend gloo.*: set"),
 ]
 GROUPS = [
     ({"shard_ranks": 2}, "shard_ranks 2 with parallel.shard_stage 0, where nothing is divided: set"),
@@ -45,7 +42,6 @@ def test_no_rank_that_has_a_part_of_a_gradient_can_hash_it() -> None:
 
 def test_every_stage_may_be_asked_for() -> None:
     validate(config(shard_stage=3))
-    validate(config(shard_stage=1, one_copy=True, shard_ranks=2))
 
 
 @pytest.mark.parametrize(
