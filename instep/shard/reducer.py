@@ -155,8 +155,8 @@ class SliceReducer(Reduction):
 
     def begin(self, plan: StepPlan) -> None:
         super().begin(plan)
-        self._gathers.begin_step()
-        if plan.declared:  # no backward has begun
+        if plan.declared:  # no forward has begun
+            self._gathers.begin_step()
             self.drop_discarded()
         for i in self._discarded():  # into what is still here, autograd has accumulated by now
             raise ValueError(

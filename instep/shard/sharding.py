@@ -341,7 +341,12 @@ class Sharding:
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not is_in_backward():
             self.backward.look_back()
-            self.gathers.begin_step()
+            if self.reducer.plan is None:
+                self.gathers.begin_step()
+            else:
+                self.gathers.settle()  # or a rank that left would be noticed later
+            for unit in self.units:
+                unit.require_unmoved()
             self.reducer.drop_discarded()
             self.reducer.require_no_hooks()
 

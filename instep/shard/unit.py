@@ -141,6 +141,16 @@ class Unit(Home):
     def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
         return None if self.divide is None else self.divide(optimizer)
 
+    def require_unmoved(self) -> None:
+        """Raise ``ValueError`` if other code has replaced the memory of a shard, which would not be gathered."""
+        for name, p, shard in zip(self.names, self.parameters, self._shards, strict=True):
+            if p.data_ptr() != shard.data_ptr() or p.dtype != self.dtype:
+                raise ValueError(
+                    f"parameter {name!r} has other memory than when it was sharded (module.to(), .data = ..., "
+                    "vector_to_parameters): convert first, then call fully_shard; change values in place, with "
+                    "p.copy_(values) under no_grad()"
+                )
+
     def allocate(self) -> None:
         """Memory for the whole weights."""
         storage = self.flat.untyped_storage()

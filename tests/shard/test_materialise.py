@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,9 +14,19 @@ from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.rng.keys import initialize
+from instep.shard.fully import full_state_dict, fully_shard
 from tests.parity import numbers
-from tests.shard.gathered import Layer, Stack, gathered_units, in_slices, inputs, loss_of
+from tests.shard.test_whole_weights import Stack, gathered_units, loss_of
+from tests.shard.trained import assert_same
 from tests.world import world
+
+
+@contextmanager
+def sharded(mesh: Mesh, module: nn.Module) -> Iterator[Any]:
+    model = fully_shard(module, mesh)
+    yield model
+    model.close()
+
 
 CONFIG = GPTConfig(layers=3, width=48, heads=2, context=8, tied=True)
 
@@ -32,19 +46,14 @@ def test_a_model_that_fills_its_parameters_by_name_gets_the_weights_of_one_proce
     initialize(plain, seed=7)
     module = on_meta(GPT, CONFIG)
     parameters = list(module.parameters())
-    with in_slices(mesh, module) as stage3:
+    with sharded(mesh, module) as model:
         assert not any(p.is_meta for p in module.parameters())
         assert all(p is before for p, before in zip(module.parameters(), parameters, strict=True))
-        stage3.materialise(seed=7)
-        assert gathered_units(stage3) == []
-        for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(stage3.whole(p), q), name
+        model.materialise(seed=7)
+        assert gathered_units(model) == []
+        assert_same(full_state_dict(module), dict(plain.state_dict()), "values")
         tokens = torch.arange(16).view(2, 8)
         assert torch.equal(module(tokens), plain(tokens))
-        module(tokens).square().mean().backward()
-        plain(tokens).square().mean().backward()
-        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
 
 
 @world(3)
@@ -53,9 +62,9 @@ def test_a_function_of_the_user_fills_one_whole_parameter_at_a_time(mesh: Mesh) 
     with torch.no_grad():
         for name, p in plain.named_parameters():
             fill(name, p)
-    with in_slices(mesh, module) as stage3:
-        stage3.materialise(fill)
-        assert torch.equal(module(inputs()), plain(inputs()))
+    with sharded(mesh, module) as model:
+        model.materialise(fill)
+        assert torch.equal(loss_of(module), loss_of(plain))
 
 
 class Standard(nn.Module):
@@ -79,10 +88,10 @@ def test_submodules_fill_themselves_alike_on_all_ranks_whatever_their_generators
     torch.manual_seed(mesh.rank)
     before = torch.get_rng_state()
     module = on_meta(Standard)
-    with in_slices(mesh, module) as stage3:
-        stage3.materialise(seed=3)
+    with sharded(mesh, module) as model:
+        model.materialise(seed=3)
         assert torch.equal(torch.get_rng_state(), before)
-        values = {name: stage3.whole(p) for name, p in module.named_parameters()}
+        values = full_state_dict(module)
         assert torch.equal(module.norm.running_var, torch.ones(16))
         loss_of(module).backward()
     group = mesh.whole.duplicate()
@@ -100,16 +109,23 @@ def test_submodules_fill_themselves_alike_on_all_ranks_whatever_their_generators
 def test_without_values_a_forward_says_what_to_call(mesh: Mesh) -> None:
     module = on_meta(Stack)
     message = r"'into\.weight' was on the meta device .* materialise\(\)"
-    with in_slices(mesh, module), pytest.raises(ValueError, match=message):
-        module(inputs())
+    with sharded(mesh, module), pytest.raises(ValueError, match=message):
+        loss_of(module)
+
+
+class Unfillable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
 
 
 @world(1)
 def test_a_submodule_that_cannot_fill_itself_is_named(mesh: Mesh) -> None:
     module = on_meta(Stack)
-    message = r"'layers\.0', a Layer, has parameters on the meta device"
-    with in_slices(mesh, module) as stage3, pytest.raises(ValueError, match=message):
-        stage3.materialise()
+    module.layers[0] = on_meta(Unfillable)
+    message = r"'layers\.0', a Unfillable, has parameters on the meta device"
+    with sharded(mesh, module) as model, pytest.raises(ValueError, match=message):
+        model.materialise()
 
 
 @world(1)
@@ -117,17 +133,17 @@ def test_a_buffer_that_nothing_fills_is_named(mesh: Mesh) -> None:
     module = on_meta(Stack)
     module.register_buffer("table", torch.empty(3, device="meta"))
     message = "buffer 'table' is on the meta device"
-    with in_slices(mesh, module) as stage3, pytest.raises(ValueError, match=message):
-        stage3.materialise(fill)
+    with sharded(mesh, module) as model, pytest.raises(ValueError, match=message):
+        model.materialise(fill)
 
 
 @world(2)
 def test_a_module_of_which_a_part_is_on_the_meta_device_keeps_the_other_part(mesh: Mesh) -> None:
-    module, plain = Stack(2), Stack(2)
+    module, plain = Stack(), Stack()
     with torch.no_grad():
         for name, p in [*module.named_parameters(), *plain.named_parameters()]:
             fill(name, p)
-    module.layers[1] = on_meta(Layer)
-    with in_slices(mesh, module) as stage3:
-        stage3.materialise(fill)
-        assert torch.equal(module(inputs()), plain(inputs()))
+    module.layers[1] = on_meta(nn.Linear, 72, 72)
+    with sharded(mesh, module) as model:
+        model.materialise(fill)
+        assert torch.equal(loss_of(module), loss_of(plain))

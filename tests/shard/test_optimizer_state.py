@@ -80,7 +80,7 @@ def test_the_pieces_of_all_ranks_are_the_whole_state(mesh: Mesh) -> None:
     sharded = ShardedOptimizer(ours, AdamW, mesh, **OPTIONS)
     steps(sharded, ours, 2)
     whole, mine = sharded.state_dict(), sharded.sharded_state_dict()
-    assert mine["sharded"] == {"rank": mesh.rank, "world_size": 2, "order": "logical"}
+    assert mine["sharded"] == {"rank": mesh.rank, "world_size": 2}
     assert mine["param_groups"] == whole["param_groups"]
     assert mine["pieces"]
     for piece in mine["pieces"]:
@@ -104,56 +104,6 @@ def test_a_sharded_state_of_another_rank_is_refused_on_all(mesh: Mesh) -> None:
     assert_same(sharded.sharded_state_dict(), before, "nothing was changed")
     steps(sharded, ours, 1)
     sharded.close()
-
-
-def transposed(mesh: Mesh, contiguous: bool = False) -> tuple[torch.nn.Parameter, ShardedOptimizer]:
-    """A matrix in the other order of memory (or not), after one step, and what has made it."""
-    x = torch.arange(2.0 * 8192).view(2, 8192)
-    p = torch.nn.Parameter(x.clone() if contiguous else x.t().contiguous().t())
-    optimizer = ShardedOptimizer([p], AdamW, mesh, **OPTIONS)
-    p.grad = x.cos().as_strided(p.shape, p.stride()) if contiguous else x.cos().t().contiguous().t()
-    optimizer.step()
-    return p, optimizer
-
-
-def without_order(saved: dict[str, Any]) -> dict[str, Any]:
-    """As it was saved when ranges were of memory."""
-    return {**saved, "sharded": {key: x for key, x in saved["sharded"].items() if key != "order"}}
-
-
-@world(2)
-def test_a_sharded_state_that_was_cut_in_the_order_of_memory_is_refused_by_name(mesh: Mesh) -> None:
-    _, optimizer = transposed(mesh)
-    saved = copied(optimizer.sharded_state_dict())
-    with pytest.raises(
-        ValueError, match=r"parameter 0 of shape \(2, 8192\): expected pieces in logical order"
-    ):
-        optimizer.load_state_dict(without_order(saved))
-    with pytest.raises(ValueError, match="got 'spiral': a newer format"):
-        optimizer.load_state_dict({**saved, "sharded": {**saved["sharded"], "order": "spiral"}})
-    optimizer.load_state_dict(saved)
-    optimizer.close()
-
-
-@world(2)
-def test_one_whose_order_of_memory_was_the_logical_one_is_read(mesh: Mesh) -> None:
-    _, optimizer = transposed(mesh, contiguous=True)
-    saved = copied(optimizer.sharded_state_dict())
-    optimizer.load_state_dict(without_order(saved))
-    assert_same(optimizer.sharded_state_dict(), saved, "state")
-    optimizer.close()
-
-
-def test_pieces_that_are_whole_are_laid_out_as_the_weights_are_now() -> None:
-    """A fused kernel reads both in the order of memory, and compares no strides."""
-    _, before = transposed(world_of_one())
-    now, after = transposed(world_of_one(), contiguous=True)
-    after.load_state_dict(copied(before.sharded_state_dict()))
-    (piece,) = after.sharded_state_dict()["pieces"]
-    assert piece["state"]["exp_avg"].stride() == now.stride()
-    assert_same(piece["state"]["exp_avg"], before.state_dict()["state"][0]["exp_avg"].contiguous(), "values")
-    before.close()
-    after.close()
 
 
 def with_moment(saved: dict[str, Any], x: torch.Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.shard.partition import by_kind, entries, partition
+from instep.shard.partition import by_kind, partition
 
 
 def named(module: nn.Module, units: list[nn.Module] | None = None) -> dict[str, list[str]]:
@@ -98,25 +98,6 @@ def test_kinds_are_apart_and_whole_numbers_are_nobodys() -> None:
     assert [kind.names for kind in by_kind(members)] == [("a", "e"), ("b",), ("c",)]
 
 
-def test_a_module_needs_the_units_whose_parameters_are_in_it_but_not_in_a_unit_inside() -> None:
-    module = Mixed()
-    module.tail[1].weight = module.stem.weight
-    needs = entries(module, partition(module))
-    name_of = {m: name for name, m in module.named_modules()}
-    assert {name_of[m]: needed for m, needed in needs.items()} == {
-        "": (0,),
-        "stem": (0,),
-        "encoder.layers.0": (1,),
-        "encoder.layers.0.0": (1,),
-        "encoder.layers.0.1": (1,),
-        "encoder.layers.1": (2,),
-        "encoder.layers.1.0": (2,),
-        "encoder.layers.1.1": (2,),
-        "tail": (0,),
-        "tail.1": (0,),
-    }
-
-
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_writes_to_its_weight_is_refused_by_name(kind: type[nn.Module]) -> None:
     module = nn.ModuleDict({"words": kind(4, 2, max_norm=1.0), "out": nn.Linear(2, 2)})
@@ -148,5 +129,3 @@ def test_what_is_never_called_has_its_parameters_used_by_the_module_around_it() 
         "layers.0": ["layers.0.weight"],
         "layers.1": ["layers.1.own.x"],
     }
-    needs = entries(module, partition(module))
-    assert needs[module] == (0,) and needs[module.layers[1]] == (2,)
