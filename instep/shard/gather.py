@@ -270,6 +270,8 @@ class UnitHooks:
         """The forward of ``m`` has ended, or was left by an exception."""
         if output is None and m is self.module and sys.exc_info()[1] is not None:
             self._gathers.leave()
+            for order in self._next:  # of a forward that failed, which another rank may have run otherwise
+                order.clear()
         if self._running[m]:
             self._running[m] -= 1
         watched = False

@@ -273,11 +273,11 @@ class SliceReducer(Reduction):
 
     def _reset(self) -> None:
         self._works = []  # one that has failed holds all that it worked on
-        self._drop_gradients()
+        self.drop_gradients()
 
     def abandon(self) -> None:
         super().abandon()
-        self._drop_gradients()
+        self.drop_gradients()
         self.buckets, self._works = [], []
 
     def interrupted(self) -> None:
@@ -345,7 +345,8 @@ class SliceReducer(Reduction):
         is_part = self.ranks.shard_group.size > 1
         self.optimizer_parameters[i].grad = gradient_shard(values, self.names[i], self, is_part=is_part)
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Neither a shard nor a whole parameter has a gradient any more."""
         self.gradients.drop()
         self._unreduced.clear()
         for p in self.optimizer_parameters:

@@ -249,7 +249,7 @@ class Sharding:
             [*self.reducer.optimizer_parameters, *(p for _, p in self._declared.registry.frozen)]
         )
         self.hooks.ended()
-        self.reducer.gradients.drop()
+        self.reducer.drop_gradients()
         self._leave_homes()
 
     def _leave_homes(self) -> None:

@@ -78,8 +78,5 @@ def test_stage_3_with_blocks_that_are_compiled(mesh: Mesh, how: Callable[[Odd], 
     states = [trained(mesh, 3, before=how)]
     if how is by_method:
         states.append(trained(mesh, 3, after=how))
-    else:  # the compiled call does not see the hooks of the block inside
-        with pytest.raises(ValueError, match="used outside of the forward"):
-            trained(mesh, 3, after=how)
     for state in states:
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(state, plain, strict=True))
