@@ -120,9 +120,7 @@ class Training:
             )
             sharded = form == "stage1"
             self.optimizer = (
-                self._sharded(module, shard_group_of(mesh))
-                if sharded
-                else plain(program, module)
+                self._sharded(module, shard_group_of(mesh)) if sharded else plain(program, module)
             )
         self.module = module
         self.form = form

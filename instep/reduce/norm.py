@@ -25,7 +25,6 @@ from instep.events import Recorder
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.buckets import flat_real
 from instep.reduce.gradient_shard import by_owner, owner_of
-from instep.reduce.placeholder import by_slices, slices_of
 
 
 class Clips:
@@ -162,11 +161,9 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
 def _all_square_sums(gradients: Sequence[Tensor]) -> list[float]:
     squares: list[float] = []
     for distinct in _rounds(gradients):
-        squares += _square_sums([x for x in distinct if slices_of(x) is None and owner_of(x) is None])
+        squares += _square_sums([x for x in distinct if owner_of(x) is None])
         for owner, shards in by_owner(distinct):
             squares += owner.square_sums(shards)
-        for slices, members in by_slices(distinct):
-            squares += slices.square_sums(members, [])
     return squares
 
 
@@ -280,8 +277,4 @@ def _marks(gradients: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:
     with torch.no_grad():  # after backward(create_graph=True) gradients require gradients themselves
         for gradient in gradients:
-            if slices_of(gradient) is None:
-                gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first
-        for distinct in _rounds(gradients):
-            for slices, members in by_slices(distinct):
-                slices.scale(members, factor)
+            gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first

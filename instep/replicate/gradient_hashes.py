@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.reduce.buckets import Bundle
-from instep.reduce.placeholder import slices_of
 from instep.state.hash import SHORT, tensor_digest
 from instep.state.homes import Wrapped, offered
 from instep.step.reduction import Reduction
@@ -106,5 +105,5 @@ def _leaf_digests(reduction: Reduction, bucket: Bundle, values: Tensor) -> Itera
 
 def _gradient_digests(reduction: Reduction) -> Iterator[tuple[str, str]]:
     for name, p in zip(reduction.names, reduction.parameters, strict=True):
-        if p.grad is not None and slices_of(p.grad) is None:
+        if p.grad is not None:
             yield name, tensor_digest(p.grad).hex()[:SHORT]

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from instep.errors import Diverged
 from instep.launch.rank_exit import mark_secondary
-from instep.reduce.placeholder import slices_of
 from instep.run.script_training import ScriptTraining
-from instep.state.homes import Wrapped, offered
+from instep.state.homes import Wrapped, autograd_leaf, offered
 from instep.state.replicas import ranks_listed
 
 OPERATION = "the search for a number that is not finite"
@@ -94,7 +93,7 @@ class NonFiniteSearch:
             if isinstance(said := offered(model), Wrapped):
                 asked |= {id(p): said.micro_batch for p in said.module.parameters()}
         handles = [
-            p.register_hook(partial(self._look, i, asked.get(id(p), lambda: None)))
+            autograd_leaf(p).register_hook(partial(self._look, i, asked.get(id(p), lambda: None)))
             for i, (_, p) in enumerate(self.training.module.named_parameters())
             if p.requires_grad
         ]
@@ -176,7 +175,7 @@ class NonFiniteSearch:
 def _not_finite(module: nn.Module) -> Iterator[str]:
     """The parameters whose ``.grad`` is not finite, as far as it is here."""
     for name, p in module.named_parameters():
-        if p.grad is not None and slices_of(p.grad) is None and not bool(_is_finite(p.grad)):
+        if p.grad is not None and not bool(_is_finite(p.grad)):
             yield name
 
 

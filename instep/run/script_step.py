@@ -37,6 +37,7 @@ from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import BUBBLE_MS, Holds, Made
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
+from instep.state.homes import autograd_leaf
 from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
 
@@ -250,7 +251,7 @@ class StepWork:
         if fault is None:
             return
         trained = [(name, p) for name, p in self.training.module.named_parameters() if p.requires_grad]
-        handle = poison_gradients(named(fault, trained))
+        handle = poison_gradients(autograd_leaf(named(fault, trained)))
         self._watching.callback(handle.remove)
 
     def _settle_norm(self) -> float:

@@ -110,7 +110,7 @@ class SliceReducer(Reduction):
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
         self._works: list[Work] = []  # of this reduction, one per unit and round
         self._num_leaves_closed = 0
-        # By position: a shard's ``.grad`` while no_sync keeps a gradient, and whether it is there for that alone.
+        # By position: a shard's ``.grad`` while no_sync keeps a gradient, and whether it stands for that.
         self._unreduced: dict[int, tuple[GradientShard, bool]] = {}
         self._update_digest = 0  # of the optimizers' steps and of writes to shards, on all ranks alike
         self.settled()

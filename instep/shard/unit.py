@@ -135,6 +135,9 @@ class Unit(Home):
     def shape_of(self, parameter: Tensor) -> torch.Size:
         return self._shapes[self._number_of(parameter)]
 
+    def autograd_leaf(self, parameter: Tensor) -> Tensor:
+        return self.whole[self._number_of(parameter)]
+
     def slices_with(self, parameter: Tensor) -> list[int]:
         return self.layout.slices_with(self._number_of(parameter))
 
@@ -142,13 +145,13 @@ class Unit(Home):
         return None if self.divide is None else self.divide(optimizer)
 
     def require_unmoved(self) -> None:
-        """Raise ``ValueError`` if other code has replaced the memory of a shard, which would not be gathered."""
+        """Raise ``ValueError`` if other code has replaced the memory of a shard."""
         for name, p, shard in zip(self.names, self.parameters, self._shards, strict=True):
             if p.data_ptr() != shard.data_ptr() or p.dtype != self.dtype:
                 raise ValueError(
-                    f"parameter {name!r} has other memory than when it was sharded (module.to(), .data = ..., "
-                    "vector_to_parameters): convert first, then call fully_shard; change values in place, with "
-                    "p.copy_(values) under no_grad()"
+                    f"parameter {name!r} has other memory than when it was sharded (module.to(), .data = "
+                    "..., vector_to_parameters): convert first, then call fully_shard; change values in "
+                    "place, with p.copy_(values) under no_grad()"
                 )
 
     def allocate(self) -> None:

@@ -121,6 +121,10 @@ class Home:
         """The strides of all of ``parameter``, which its memory does not show at all times."""
         return parameter.stride()
 
+    def autograd_leaf(self, parameter: Tensor) -> Tensor:
+        """What autograd accumulates the gradient of ``parameter`` into, in this rank's backward."""
+        return parameter
+
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
         raise NotImplementedError
@@ -171,6 +175,12 @@ def shape_of(parameter: Tensor) -> torch.Size:
     """The shape of all of ``parameter``, wherever its elements are."""
     there = home(parameter)
     return parameter.shape if there is None else there.shape_of(parameter)
+
+
+def autograd_leaf(parameter: Tensor) -> Tensor:
+    """What autograd accumulates the gradient of ``parameter`` into: the whole one of a shard."""
+    there = home(parameter)
+    return parameter if there is None else there.autograd_leaf(parameter)
 
 
 def homes(tensors: Iterable[Tensor]) -> list[Home]:

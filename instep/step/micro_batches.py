@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
-from instep.reduce.placeholder import slices_of
 from instep.rng.keys import LeafKeys
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
@@ -346,8 +345,6 @@ def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> 
 
 
 def _is_zero(gradient: Tensor) -> bool:
-    if slices_of(gradient) is not None:  # a placeholder, which has no values
-        return False
     values = gradient._values() if gradient.is_sparse else gradient
     return not bool(values.any())
 

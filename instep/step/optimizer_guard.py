@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instep.net.process_group import Group
-from instep.reduce.placeholder import Placeholder, by_slices, slices_of
 
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction
@@ -93,7 +92,7 @@ class Owner:
             return UNSYNCHRONISED
         if self.reduced or self._is_accepted(gradient):
             return None
-        if slices_of(gradient) is None and not bool(torch.any(gradient)):
+        if not bool(torch.any(gradient)):
             return None
         return FROZEN if self.position is None else BY_HAND
 
@@ -284,12 +283,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     raise RuntimeError(f"optimizer.step(): parameter {owner.name!r} {problem}")
     for reducer in owned:
         reducer.steps_now(optimizer)
-    instead = _step_without_stand_ins(optimizer, closure)
-    if instead is None and closure is not None:
-        instead = partial(_checked, optimizer, closure)
-    if instead is None:
+    if closure is None:
         return None
-    return (args[0], instead), {k: v for k, v in kwargs.items() if k != "closure"}
+    checked = partial(_checked, optimizer, closure)
+    return (args[0], checked), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
 def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -308,27 +305,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             owner.reductions_used = reducer.num_reductions
     for reducer in owned:
         reducer.stepped()
-
-
-def _step_without_stand_ins(
-    optimizer: Optimizer, closure: Callable[[], Any] | None
-) -> Callable[[], Any] | None:
-    """Where gradients are on other ranks, what the optimizer is given as its closure; or None.
-
-    It removes stand-ins of gradients that are elsewhere. An optimizer calls its closure before all else, and
-    after the hooks of the user's own, which may still change gradients.
-    """
-    if not [p for p in _parameters(optimizer) if isinstance(p.grad, Placeholder)]:
-        return None
-
-    def without_stand_ins() -> Any:
-        found = None if closure is None else _checked(optimizer, closure)
-        left = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-        for slices, stand_ins in by_slices(left):
-            slices.used(stand_ins)
-        return found
-
-    return without_stand_ins
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -258,7 +258,7 @@ def test_ranks_that_run_other_units_all_raise_and_name_them(mesh: Mesh) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.layers[self.number](self.into(x)))
 
-    model = instep.fully_shard(filled(Either()), mesh)
+    model = instep.fully_shard(filled(Either()), mesh, find_unused_parameters=True)
     model.number = mesh.rank
     with pytest.raises(Desync, match=r"rank 0 gathers unit 'layers\.0'; rank 1 gathers unit 'layers\.1'"):
         loss_of(model)
