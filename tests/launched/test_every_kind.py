@@ -15,7 +15,7 @@ from tests.launched.command import assert_same_run, events, faults, hashes_of, s
 from tests.launched.conftest import STEPS
 
 SLOW = pytest.mark.slow
-STAGE, ROWS, ONE_COPY = "--parallel.shard-stage", "--parallel.shard-ranks", "--parallel.one-copy"
+STAGE, ROWS = "--parallel.shard-stage", "--parallel.shard-ranks", "--parallel.one-copy"
 PP, SCHEDULE, CUTS = "--parallel.pp", "--parallel.schedule", "--parallel.cuts"
 STOPPED = 75
 
@@ -154,7 +154,7 @@ def test_a_fault_in_what_one_rank_holds_is_seen_in_the_hashes_of_all(
 @pytest.mark.parametrize(
     "legs",
     [
-        pytest.param([(1, "-n", 3), (3, "-n", 2), (2, "-n", 4, ONE_COPY), (3, "-n", 3)], marks=SLOW),
+        pytest.param([(1, "-n", 3), (3, "-n", 2), (2, "-n", 4), (3, "-n", 3)], marks=SLOW),
         [(2, "-n", 3), (1, "-n", 2), (0, "-n", 1)],
     ],
 )
@@ -185,8 +185,6 @@ def test_resumed_again_and_again_with_the_state_divided_otherwise(
 
 
 REFUSED: dict[str, tuple[object, ...]] = {
-    "parallel.one_copy with parallel.shard_stage 3": (STAGE, 3, ONE_COPY),
-    "parallel.one_copy with parallel.backend gloo": (STAGE, 2, ONE_COPY, "--parallel.backend", "gloo"),
     "parallel.shard_stage 2 with parallel.strategy flat": (STAGE, 2, "--parallel.strategy", "flat"),
     "parallel.pp 2 with parallel.shard_stage 3: the ranks of a stage have all of its weights": (
         PP,
