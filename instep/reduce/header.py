@@ -110,7 +110,7 @@ AGREED = {
     "update_digest": (
         "has made updates with digest {}",
         "Each rank must step the same sharded parameters with the same options (the learning rate for "
-        "instance), load a state if the others do, and write to weights if the others do",
+        "instance), and load a state, write to weights and call zero_grad() if the others do",
     ),
     "num_running": ("has running statistics of {} norms", "Track them on every rank, or on none"),
 }

@@ -190,8 +190,8 @@ class Gathers:
                 return LEFT
             who = [str(rank) for rank, x in zip(group.ranks, said, strict=True) if x == LEFT]
             raise Desync(
-                f"rank {', '.join(who)} left the step before its end, and rank {group.global_rank} was in "
-                f"{name}"
+                f"rank {', '.join(who)} left the step before its gradients were complete, "
+                f"and rank {group.global_rank} was in {name}"
             )
         others = {x for x in said if x != IDLE}
         if len(others) > 1:

@@ -161,8 +161,7 @@ class SliceReducer(Reduction):
         for i in self._discarded():  # into what is still here, autograd has accumulated by now
             raise ValueError(
                 f"the gradient of {self.names[i]!r} was kept under no_sync and discarded by zero_grad(), "
-                "and a "
-                "backward of an earlier forward was added to it: discard before the forward"
+                "and a backward of an earlier forward was added to it: discard before the forward"
             )
         for i, (_, is_placed) in self._unreduced.items():
             if is_placed:
@@ -171,6 +170,7 @@ class SliceReducer(Reduction):
         self._compare_writes()
         for i, p in enumerate(self.optimizer_parameters):
             if p.grad is not None:  # added to; it may lie where the new one will
+                self._update_digest = zlib.crc32(b"%d" % i, self._update_digest)
                 self._set_gradient(i, p.grad.detach().clone())
         ranks = self.ranks
         placed = plan.num_leaves, ranks.shard_group.size, ranks.num_replicas
@@ -206,8 +206,7 @@ class SliceReducer(Reduction):
             if len(p._backward_hooks or ()) > OWN_HOOKS or p._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"parameter {name!r} has a hook, and is a shard, to which autograd never comes: edit "
-                    "gradients "
-                    "after backward, or use a hook of the module or of its output"
+                    "gradients after backward, or use a hook of the module or of its output"
                 )
 
     def drop_discarded(self) -> None:

@@ -356,7 +356,7 @@ class Sharding:
 
     def _divide(self, optimizer: Optimizer) -> DividedOptimizer:
         """The state of a plain ``optimizer`` of these parameters."""
-        return homes.divided_over(optimizer, self.units, self.ranks.shard_group, self.ranks.num_replicas)
+        return homes.divided_over(optimizer, self.ranks.shard_group, self.ranks.num_replicas)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("the sharding of a module holds process groups and cannot be copied")
@@ -405,8 +405,7 @@ def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
 def _used_outside(name: str, gradient: Tensor) -> None:
     raise ValueError(
         f"parameter {name!r} was used outside of the forward of the module that it belongs to, where it is "
-        "this "
-        "rank's shard: call that module, or make all that uses the parameter one unit, with "
+        "this rank's shard: call that module, or make all that uses the parameter one unit, with "
         "fully_shard(..., units=[...]), or have it in no unit, which is then the root's"
     )
 

@@ -283,10 +283,9 @@ def undivided(optimizer: Optimizer) -> DividedOptimizer:
     return _plain(optimizer, held, alone(), (), 1)
 
 
-def divided_over(
-    optimizer: Optimizer, spaces: Sequence[Home], group: Group, num_replicas: int
-) -> DividedOptimizer:
-    """The description of a plain ``optimizer`` whose parameters are this rank's shards in ``spaces``."""
+def divided_over(optimizer: Optimizer, group: Group, num_replicas: int) -> DividedOptimizer:
+    """The description of a plain ``optimizer`` whose parameters are shards of one module or more."""
+    spaces = homes(_parameters(optimizer))
     shards = {id(x.parameter): x for there in spaces for x in there.held}
     held = {i: shards[id(p)] for i, p in enumerate(_parameters(optimizer)) if id(p) in shards}
     return _plain(optimizer, held, group, spaces, num_replicas)

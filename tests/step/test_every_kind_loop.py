@@ -260,7 +260,7 @@ def test_what_one_rank_alone_does_with_shards_is_told_by_the_deadline(
         oddly(kind, mesh, odd)
 
 
-@on_every_kind(2, STAGES, timeout_s=50.0)
+@on_every_kind(2, ("stage 1", "stage 2, sharded optimizer"), timeout_s=50.0)
 def test_the_error_of_the_rank_itself_comes_first(mesh: Mesh, kind: str) -> None:
     """It raises in its closure, and its own traceback has the cause."""
     model, optimizer = made(kind, mesh)
@@ -310,7 +310,7 @@ def test_what_one_rank_discards_is_noticed_in_the_next_exchange(
             model.zero_grad()
         else:
             next(model.parameters()).grad = None
-    with pytest.raises(Desync, match=r"rank [01] accumulates into . existing gradients.*zero_grad"):
+    with pytest.raises(Desync, match=r"rank [01] has made updates .*zero_grad"):
         loss(model, "second", mesh.rank).backward()
     close(model)
 
@@ -340,7 +340,7 @@ def leaves_the_loop_of(mesh: Mesh, kind: str, **wrap: Any) -> None:
         if mesh.rank == 1:
             leave_at(model, 1, place)
         else:
-            with pytest.raises(Desync, match="rank 1 left step 0 before its gradients were complete"):
+            with pytest.raises(Desync, match=r"rank 1 left .*step.* before its gradients were complete"):
                 leave_at(model, mesh.rank, place)
         assert all(p.grad is None for p in model.parameters())
         with pytest.raises(RuntimeError, match="after a step that was given up"):
