@@ -13,32 +13,23 @@ of some block, and does not cross its end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from instep.mesh.axes import round_up
 
 BLOCK_ELEMENTS = 4096
 
 
-def place(
-    lengths: Sequence[int],
-    granule: int,
-    whole: Collection[int] = (),
-    edges: int = 0,
-    block: int = BLOCK_ELEMENTS,
-) -> tuple[list[int], int]:
+def place(lengths: Sequence[int], granule: int, block: int = BLOCK_ELEMENTS) -> tuple[list[int], int]:
     """The offset of each parameter, and the end of the last one.
 
-    Small parameters start at multiples of ``granule``, which divides ``block``; the parameters in ``whole``
-    do not cross a multiple of ``edges``.
+    Small parameters start at multiples of ``granule``, which divides ``block``.
     """
     offsets, end = [], 0
     room, room_end = 0, 0  # the free rest of one block, for small parameters
-    for i, length in enumerate(lengths):
+    for length in lengths:
         begin = round_up(room, granule)
         if length >= block:
-            if i in whole and end // edges != (end + length - 1) // edges:
-                end = round_up(end, edges)
             begin, last = end, end + length
             end = round_up(last, block)
             if end - last > room_end - room:

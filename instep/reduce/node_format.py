@@ -346,11 +346,6 @@ class NodeFormat:
         return self.nodes != "float32"
 
     @property
-    def minds_order(self) -> bool:
-        """Whether a value depends on which element of its parameter it is."""
-        return self.nodes == "int8" or self.rounding == "stochastic"
-
-    @property
     def tolerance(self) -> float:
         """Largest distance of a gradient from the sum without rounding, relative to its norm."""
         return TOLERANCES[self.nodes]

@@ -38,7 +38,7 @@ from instep.net.lane import Lane, Work
 from instep.net.messages import Messages
 from instep.net.process_group import Group
 from instep.shard.unit import Unit
-from instep.step.backward import is_in_backward
+from instep.step.backward import is_in_backward, require_eager_autograd
 
 IDLE, LEFT = -1, -2
 SAME_ORDER = (
@@ -302,6 +302,7 @@ class UnitHooks:
             self._in_backward, self._last = True, None
             self._closed.clear()
             self._gathers.recover()
+            require_eager_autograd()
             torch.autograd.Variable._execution_engine.queue_callback(weakly(self.ended))
         self._stays = torch.is_grad_enabled()  # with create_graph
         self._use(m, backward=True)

@@ -14,11 +14,10 @@ hashes, can be formed by the rank that owns it. All letters here count elements.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from instep.mesh.axes import round_up, slice_length
+from instep.mesh.axes import slice_length
 from instep.reduce.blocks import BLOCK_ELEMENTS, place
 
 
@@ -56,10 +55,6 @@ class FlatLayout:
                 found.append(LayoutPiece(i, first, last, offset + first))
         return found
 
-    def is_cut(self, parameter: int) -> bool:
-        """Whether several ranks have some of ``parameter``."""
-        return len(self.slices_with(parameter)) > 1
-
     def slices_with(self, parameter: int) -> list[int]:
         """The ranks whose slices have some of ``parameter``, by its number, as in ``pieces``."""
         first, length = self.offsets[parameter], self.lengths[parameter]
@@ -68,38 +63,22 @@ class FlatLayout:
         return list(range(first // self.slice_length, (first + length - 1) // self.slice_length + 1))
 
 
-class LayoutRule(Protocol):
-    """``cut`` or ``keep_whole``: of the lengths of parameters, the number of ranks and a granule.
-
-    ``whole`` are the numbers of parameters that no edge may cut.
-    """
-
-    def __call__(
-        self, lengths: Sequence[int], num_ranks: int, granule: int, whole: Collection[int] = (), /
-    ) -> FlatLayout: ...
+LayoutRule = Callable[[Sequence[int], int, int], FlatLayout]
+"""``cut`` or ``keep_whole``: of the lengths of parameters, the number of ranks and a granule."""
 
 
-def cut(lengths: Sequence[int], num_ranks: int, granule: int, whole: Collection[int] = ()) -> FlatLayout:
-    """Parameters in their order, wherever the edges of the slices fall, but for those of ``whole``.
+def cut(lengths: Sequence[int], num_ranks: int, granule: int) -> FlatLayout:
+    """Parameters in their order, wherever the edges of the slices fall.
 
     Small ones begin at multiples of ``granule``, which divides a block. Padding is at most a block for every
-    large parameter and for every rank, and for small ones as much again as they are and a granule each. One
-    that must not be cut makes the slices as long as itself, and moves to an edge that it would cross.
+    large parameter and for every rank, and for small ones as much again as they are and a granule each.
     """
     offsets, end = place(lengths, granule)
-    longest = max((lengths[i] for i in whole), default=1)
-    length = slice_length(max(end, longest * num_ranks), num_ranks, BLOCK_ELEMENTS)
-    while whole:
-        offsets, end = place(lengths, granule, whole, length)
-        if end <= length * num_ranks:
-            break
-        length = round_up(length + length // 32 + 1, BLOCK_ELEMENTS)
+    length = slice_length(max(end, num_ranks), num_ranks, BLOCK_ELEMENTS)
     return FlatLayout(tuple(lengths), tuple(offsets), length, num_ranks)
 
 
-def keep_whole(
-    lengths: Sequence[int], num_ranks: int, granule: int, whole: Collection[int] = ()
-) -> FlatLayout:
+def keep_whole(lengths: Sequence[int], num_ranks: int, granule: int) -> FlatLayout:
     """No parameter crosses an edge: the largest first, each to the rank that has least so far.
 
     A slice is as long as the longest: at most 4/3 of the shortest possible, before padding. Source: R. L.

@@ -109,11 +109,6 @@ class Unit(Home):
         return self._gathered_versions == self._shard_versions()
 
     @property
-    def is_never_gathered(self) -> bool:
-        """Whether this rank has all values at all times."""
-        return self.group.size == 1 and self._shares_memory
-
-    @property
     def gathered(self) -> list[Tensor]:
         return [] if self._shares_memory or not self.is_allocated else [self.flat]
 

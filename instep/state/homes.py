@@ -86,11 +86,6 @@ def in_order(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     return torch.empty_strided(shape, strides, device="meta").is_contiguous()
 
 
-def strides_in_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """``strides`` if they are ``in_order``, else those of a contiguous tensor."""
-    return strides if in_order(shape, strides) else torch.empty(shape, device="meta").stride()
-
-
 class Home:
     """Memory that parameters live in, divided among the ranks of ``group``.
 

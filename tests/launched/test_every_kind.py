@@ -15,7 +15,7 @@ from tests.launched.command import assert_same_run, events, faults, hashes_of, s
 from tests.launched.conftest import STEPS
 
 SLOW = pytest.mark.slow
-STAGE, ROWS, ONE_COPY = "--parallel.shard-stage", "--parallel.shard-ranks", "--parallel.one-copy"
+STAGE, ROWS = "--parallel.shard-stage", "--parallel.shard-ranks", "--parallel.one-copy"
 PP, SCHEDULE, CUTS = "--parallel.pp", "--parallel.schedule", "--parallel.cuts"
 STOPPED = 75
 
@@ -77,7 +77,7 @@ RUNS: dict[str, tuple[list[Leg], int | None]] = {
 }
 SLOW_RUNS: dict[str, tuple[list[Leg], int | None]] = {
     "stage 1 over gloo, killed": ([Leg(f"{STAGE} 1 {BACKEND} gloo {OFTEN}", KILLS)], 5),
-    "stage 2, one copy, killed": ([Leg(f"{STAGE} 2 {ONE_COPY} {OFTEN}", KILLS)], 5),
+    "stage 2, killed": ([Leg(f"{STAGE} 2 {OFTEN}", KILLS)], 5),
     "stage 1, rank 0 killed in the first copy": (
         [Leg(f"{STAGE} 1 -n 3", "kill:rank=0,step=1,phase=snapshot")],
         1,
@@ -89,7 +89,7 @@ SLOW_RUNS: dict[str, tuple[list[Leg], int | None]] = {
     "shard groups": (
         [
             Leg(f"{STAGE} 3 {ROWS} 2 -n 4 --stop-after 6", ROW_FAULTS, STOPPED, IN_ROWS),
-            Leg(f"{STAGE} 2 {ROWS} 2 -n 4 {ONE_COPY} --resume"),
+            Leg(f"{STAGE} 2 {ROWS} 2 -n 4 --resume"),
         ],
         3,
     ),
@@ -154,7 +154,7 @@ def test_a_fault_in_what_one_rank_holds_is_seen_in_the_hashes_of_all(
 @pytest.mark.parametrize(
     "legs",
     [
-        pytest.param([(1, "-n", 3), (3, "-n", 2), (2, "-n", 4, ONE_COPY), (3, "-n", 3)], marks=SLOW),
+        pytest.param([(1, "-n", 3), (3, "-n", 2), (2, "-n", 4), (3, "-n", 3)], marks=SLOW),
         [(2, "-n", 3), (1, "-n", 2), (0, "-n", 1)],
     ],
 )
@@ -170,9 +170,8 @@ def test_resumed_again_and_again_with_the_state_divided_otherwise(
     for step, leg in enumerate(legs, start=STEPS // 2 + 1):
         last = step - STEPS // 2 == len(legs)
         # The settings are the run's own, until others are given.
-        flags = leg if ONE_COPY in leg else (*leg, "--parallel.no-one-copy")
         stop = ("--stop-after", 0 if last else step)
-        ended = train(*recipe, "--run-dir", path, "--resume", STAGE, *flags, *stop, cwd=tmp_path)
+        ended = train(*recipe, "--run-dir", path, "--resume", STAGE, *leg, *stop, cwd=tmp_path)
         assert ended.code == (0 if last else STOPPED), ended.err
     assert_same_run(path, undisturbed)
     found, made = summary(path), STEPS // 2 + 1 - len(legs)
@@ -185,8 +184,6 @@ def test_resumed_again_and_again_with_the_state_divided_otherwise(
 
 
 REFUSED: dict[str, tuple[object, ...]] = {
-    "parallel.one_copy with parallel.shard_stage 3": (STAGE, 3, ONE_COPY),
-    "parallel.one_copy with parallel.backend gloo": (STAGE, 2, ONE_COPY, "--parallel.backend", "gloo"),
     "parallel.shard_stage 2 with parallel.strategy flat": (STAGE, 2, "--parallel.strategy", "flat"),
     "parallel.pp 2 with parallel.shard_stage 3: the ranks of a stage have all of its weights": (
         PP,

@@ -19,10 +19,9 @@ from tests.world import world
 groups = partial(world, timeout_s=20.0)  # six ranks on two cores take their time
 
 
-@pytest.mark.parametrize(("stage", "one_copy"), [(3, False)])
 @groups(4, backend="shm", dp=2, shard=2)
-def test_two_groups_of_two_are_like_one_rank(mesh: Mesh, data: Path, stage: int, one_copy: bool) -> None:
-    assert_bits_of_one(mesh, config(data, 0, width=128), config(data, stage, one_copy=one_copy, width=128))
+def test_two_groups_of_two_are_like_one_rank(mesh: Mesh, data: Path) -> None:
+    assert_bits_of_one(mesh, config(data, 0, width=128), config(data, 3, width=128))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

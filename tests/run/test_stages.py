@@ -20,14 +20,14 @@ from tests.parity import world_of_one
 from tests.run.text_training import STEPS, TextTraining, tiny, trained
 from tests.world import world
 
-STAGES = [(3, False), (2, True)]
+STAGES = [2, 3]
 
 
-def config(data: Path, stage: int, *, one_copy: bool = False, width: int = 96, **changes: object) -> Config:
+def config(data: Path, stage: int, *, width: int = 96, **changes: object) -> Config:
     """8 micro-batches a step, clipping, and weights of up to 9 blocks, which edges of slices fall into."""
     base = tiny(data, "bucketed", stage, **changes)
     model = replace(base.model, layers=1, width=width)
-    return replace(base, model=model, parallel=replace(base.parallel, one_copy=one_copy))
+    return replace(base, model=model)
 
 
 def history(each: TextTraining) -> list[Any]:
@@ -68,10 +68,10 @@ def assert_bits_of_one(mesh: Mesh, alone: Config, together: Config) -> None:
     each.close()
 
 
-@pytest.mark.parametrize(("stage", "one_copy"), STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 @world(2, backend="shm")
-def test_two_ranks_have_the_bits_of_one(mesh: Mesh, data: Path, stage: int, one_copy: bool) -> None:
-    assert_bits_of_one(mesh, config(data, 0), config(data, stage, one_copy=one_copy))
+def test_two_ranks_have_the_bits_of_one(mesh: Mesh, data: Path, stage: int) -> None:
+    assert_bits_of_one(mesh, config(data, 0), config(data, stage))
 
 
 @pytest.mark.parametrize(("stage", "autocast"), [(0, "off"), (3, "bf16")])

@@ -119,17 +119,3 @@ def test_the_largest_parameter_is_placed_first_and_loads_are_even() -> None:
     layout = keep_whole([5, 5, 4, 4, 3, 3, 3], 3, 16)
     loads = [sum(piece.last for piece in layout.pieces(rank)) for rank in range(3)]
     assert loads == [11, 8, 8]  # by hand: 5 | 5 | 4, then 4 | 3 | 3 to the least of each time, then 3
-
-
-@given(LENGTHS, st.integers(1, 9), st.sampled_from([16, 64]), st.data())
-def test_no_edge_cuts_what_must_stay_whole(
-    lengths: list[int], ranks: int, granule: int, data: st.DataObject
-) -> None:
-    whole = data.draw(st.sets(st.sampled_from(range(len(lengths)))) if lengths else st.just(set()))
-    layout = cut(lengths, ranks, granule, whole)
-    assert not any(layout.is_cut(i) for i in whole)
-    pieces = [piece for rank in range(ranks) for piece in layout.pieces(rank)]
-    assert sum(x.last - x.first for x in pieces) == sum(lengths)
-    assert all(x.first % BLOCK == 0 for x in pieces)
-    taken = sorted((x.offset, x.offset + x.last - x.first) for x in pieces)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))

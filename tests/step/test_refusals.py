@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
 
-from instep.replicate.wrapper import DataParallel
+from tests.kinds import KINDS, WRAPPERS
 from tests.parity import world_of_one
 
 
@@ -18,21 +18,22 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 4)).square().mean().backward()
 
 
-def under_compiled_autograd(model: DataParallel) -> None:
+def under_compiled_autograd(model: nn.Module) -> None:
     with compiled_autograd._enable(partial(torch.compile, backend="eager")):
         backward(model)
 
 
-REFUSED: dict[str, tuple[Callable[[DataParallel], None], str]] = {
+REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "compiled autograd": (under_compiled_autograd, r"set torch\._dynamo\.config\.compiled_autograd = False"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")  # of what torch compiles
 @pytest.mark.parametrize("case", REFUSED)
-def test_is_refused_and_the_model_trains_on(case: str) -> None:
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_is_refused_and_the_model_trains_on(kind: str, case: str) -> None:
     use, words = REFUSED[case]
-    model = DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), process_group=world_of_one())
+    model, _ = KINDS[kind].make(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), world_of_one())
     with pytest.raises((RuntimeError, ValueError), match=words):
         use(model)
     model.zero_grad()
