@@ -1,4 +1,4 @@
-"""A step of AdamW on ranks of one host: state on all, state in slices, one copy of the weights.
+"""A step of AdamW on ranks of one host: replicated state, and state that is sharded, by stage.
 
 python benchmarks/shard/speed.py              some ten minutes; writes speed.json, charts, the README's tables
 python benchmarks/shard/speed.py --params 2M --samples 3 --out /tmp/trial

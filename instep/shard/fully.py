@@ -155,7 +155,11 @@ class FullySharded(WrappedOnce):
             backward.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.nn.Module``, for the shards; also after a backward that raised."""
+        """As ``torch.nn.Module``, for the shards; also after a backward that raised.
+
+        Args:
+            set_to_none: False fills the gradients with zeros instead of dropping them.
+        """
         self.sharding.hooks.ended()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
