@@ -104,7 +104,6 @@ SETS: dict[str, dict[str, Make]] = {
         "DataParallel + AdamW over shm": lambda shared: replicated(shared, "shm"),
         "DataParallel + ShardedOptimizer over gloo": lambda shared: sharded(shared, "gloo"),
         "DataParallel + ShardedOptimizer over shm": lambda shared: sharded(shared, "shm"),
-        "fully_shard(stage=2) over shm": lambda s: fully(s, "shm", stage=2),
         "DDP + AdamW over gloo": ddp,
         "DDP + ZeroRedundancyOptimizer over gloo": zero,
     },
