@@ -15,7 +15,7 @@ from tests.launched.command import assert_same_run, events, faults, hashes_of, s
 from tests.launched.conftest import STEPS
 
 SLOW = pytest.mark.slow
-STAGE, ROWS = "--parallel.shard-stage", "--parallel.shard-ranks", "--parallel.one-copy"
+STAGE, ROWS = "--parallel.shard-stage", "--parallel.shard-ranks"
 PP, SCHEDULE, CUTS = "--parallel.pp", "--parallel.schedule", "--parallel.cuts"
 STOPPED = 75
 
