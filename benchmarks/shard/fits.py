@@ -84,7 +84,7 @@ def train(kind: str, budget_mb: int, folder: str) -> None:
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-    except (RuntimeError, MemoryError) as raised:
+    except (RuntimeError, MemoryError, OSError) as raised:
         error = str(raised).splitlines()[0][:120]
     told = {"losses": losses, "error": error, "used": private_bytes() - before}
     Path(folder, f"{mesh.rank}.json").write_text(json.dumps(told))

@@ -133,15 +133,15 @@ def windows(config: GPTConfig, step: int, micro_batch: int) -> torch.Tensor:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[list[int]]:
-    """Bytes of gathered weights, each time that something in ``module`` has computed or has its gradient."""
+    """Bytes of gathered weights, each time that a submodule has computed or a unit's backward begins."""
     units = [space for space in homes(module.parameters()) if isinstance(space, Unit)]
     seen: list[int] = []
 
     def look(*ignored: Any) -> None:
-        seen.append(sum(unit.gathered_bytes for unit in units))
+        seen.append(sum(x.nbytes for unit in units for x in unit.gathered))
 
     hooks: list[Any] = [m.register_forward_hook(look) for m in module.modules() if units]
-    hooks += [p.register_post_accumulate_grad_hook(look) for p in module.parameters() if units]
+    hooks += [unit.module.register_full_backward_pre_hook(look) for unit in units if unit.name]
     try:
         yield seen
     finally:

@@ -1,4 +1,4 @@
-"""A step of AdamW on ranks of one host: state on all, state in slices, one copy of the weights.
+"""A step of AdamW on ranks of one host: replicated state, and state that is sharded, by stage.
 
 python benchmarks/shard/speed.py              some ten minutes; writes speed.json, charts, the README's tables
 python benchmarks/shard/speed.py --params 2M --samples 3 --out /tmp/trial
@@ -104,7 +104,6 @@ SETS: dict[str, dict[str, Make]] = {
         "DataParallel + AdamW over shm": lambda shared: replicated(shared, "shm"),
         "DataParallel + ShardedOptimizer over gloo": lambda shared: sharded(shared, "gloo"),
         "DataParallel + ShardedOptimizer over shm": lambda shared: sharded(shared, "shm"),
-        "fully_shard(stage=2) over shm": lambda s: fully(s, "shm", stage=2),
         "DDP + AdamW over gloo": ddp,
         "DDP + ZeroRedundancyOptimizer over gloo": zero,
     },

@@ -10,8 +10,7 @@ So values are never lost, as they can be made again, and a model that fits into 
     forward     | fill unit 1, compute, drop it | fill unit 2, compute, drop it | ...
     backward    ... | fill a weight, use it, drop it; hash its gradient, drop that |
 
-Each is made twice, which is what it costs. What backward needs of a weight is noted, not kept, as in
-``shard/saved_weights.py``; there the values come from other ranks.
+Each is made twice, which is what it costs. What backward needs of a weight is noted, not kept.
 """
 
 from __future__ import annotations

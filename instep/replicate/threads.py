@@ -50,7 +50,12 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
 
     In forward, tensors among the arguments are split along dim 0, each replica computes its part in a thread,
     and outputs are concatenated along dim 0 (scalars are stacked); replica 0's buffers are kept. In backward,
-    gradients are added in the order of the sum tree. ``alone`` says that other ranks do not train.
+    gradients are added in the order of the sum tree.
+
+    Args:
+        module: stays as it is; replicas share its weights.
+        num_replicas: number of threads.
+        alone: True allows it on one of several ranks: the others do not train.
 
     Raises:
         ValueError: no positive number; one of several ranks; in forward, random numbers are drawn.
@@ -94,10 +99,14 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
         return tree_map(_joined, *self._run("forward", [call(r) for r in range(parts)]))
 
     def micro_batches(self, num_micro_batches: Any, body: Callable[[nn.Module, MicroBatch], T]) -> list[T]:
-        """Run a declared step of G micro-batches (an int or a ``Loader``) with the bits of ``DataParallel``.
+        """Run a declared step, with the bits of ``DataParallel``; ``.grad`` is then the mean over all G.
 
-        ``body(model, micro_batch)`` runs forward and backward of one, in a thread, with a replica as
-        ``model``. Afterwards ``.grad`` is the mean over all G. Returns what ``body`` returned, in order.
+        Args:
+            num_micro_batches: G, or a ``Loader``.
+            body: ``body(model, micro_batch)`` runs forward and backward, in a thread; ``model`` is a replica.
+
+        Returns:
+            The results of ``body``, in the order of the micro-batches.
 
         Raises:
             ValueError: a rule of declared steps is broken, or a gradient came from no replica.

@@ -9,7 +9,6 @@ section 3.1, without the halves. Its stages divide them among the W ranks of a s
     stage 1    4             4               8 / W              8 + 8 / W
     stage 2    4             4 / W           8 / W              4 + 12 / W
     stage 3    4 / W         4 / W           8 / W              16 / W, and what is gathered
-    one copy   4 / W of the host's, with stage 1 or 2
 
 Of a pipeline these are a rank's own layers, whose moments a sharded optimizer divides among the ranks that
 have the same ones.

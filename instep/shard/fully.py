@@ -1,11 +1,12 @@
-"""``fully_shard``: stages 2 and 3, in place. The module stays itself, with its names and its parameters.
+"""``fully_shard``: stages 2 and 3, in place. Parameters stay the same objects, and become this rank's shards.
 
-    stage 2   every rank has all weights, and a W-th of the gradients and of the optimizer's state
-    stage 3   every rank has a W-th of the weights too; a unit's are gathered to compute, and freed after
+    stage 3   weights, gradients and optimizer state are sharded; a unit's weights are gathered to compute,
+              and freed after
+    stage 2   the same, but gathered weights are kept until the shards change
 
-Bytes per parameter and rank, Adam in float32: 4 + 4/W + 8/W in stage 2, 4/W + 4/W + 8/W in stage 3,
-and beside it the largest units on their way. W are the ranks of ``process_group``; those of one host, with
-a mesh of ``instep.init(shard=ranks_per_host)``, whose hosts are replicas of each other.
+Bytes per parameter and rank, Adam in float32: 16/W in stage 3, and the gathered units; 4 + 12/W in stage 2.
+W is the number of ranks of ``process_group``; or, with a mesh of ``instep.init(shard=ranks_per_host)``, of
+one host, and hosts are replicas of each other.
 
     model = instep.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -46,25 +47,30 @@ KEY = "_instep_sharding"
 
 
 class FullySharded(WrappedOnce):
-    """What a sharded module can do beside what it could; its class is made of this one and its own.
+    """What ``fully_shard`` adds to a module, whose class is derived from this one and its own.
 
-    Parameters stay the same objects, with the same names and shapes. What is computed has the bits of
-    ``DataParallel`` with the same micro-batches, in every stage and for every number of ranks.
+    Between steps each parameter, trained or frozen, is this rank's shard: the same ``nn.Parameter`` object,
+    of shape (n, 1, ...) with as many dims as the whole parameter; whole if this rank has all of it, and
+    (0, 1, ...) if it has none. Buffers are replicated. A declared step has the bits of ``DataParallel`` with
+    the same micro-batches, in either stage and for every number of ranks.
 
-    In backward, as soon as a unit's gradients are whole, each rank gets its slice of all ranks' and adds it
-    to what it has; no rank ever has all of the reduced gradient. ``.grad`` then is a placeholder: it says
-    that there is a gradient, and code that computes with it, as torch's clipping does, gets an error;
-    ``instep.clip_grad_norm_`` and ``GradScaler`` reach what it stands for. ``zero_grad()`` discards it, with
-    ``set_to_none=False`` too, a second synchronised backward adds to it, and under ``no_sync`` gradients
-    are kept whole until the next synchronised backward.
+    In forward: the modules of a unit get whole parameters, and shards again when it has computed. Gathers
+    are collective: every rank of a shard group runs the same units in the same order, also in an evaluation.
+    A mismatch, or an exception on one rank, raises ``Desync`` on the others.
 
-    Optimizers are torch's own, of the elementwise classes (AdamW, SGD, ...), made before or after: in
-    ``step``, which is collective, each rank steps its slices, with the bits that whole parameters would have.
-    ``optimizer.state`` and ``optimizer.state_dict()`` have the moments of these slices alone; ``instep.save``
-    keeps all, for any number of ranks, and so does ``state_dict()`` of a ``ShardedOptimizer``, which is made
-    after. Classes that look at whole parameters (Adafactor, Muon, one's own) are refused by name in ``step``.
+    In backward: as soon as a unit's gradients are complete, each rank gets its slice of every rank's and adds
+    them. ``.grad`` is then the shard of the reduced gradient: element-wise edits, ``instep.clip_grad_norm_``,
+    ``GradScaler`` and ``zero_grad()`` in both forms work on it; torch's clipping is refused. A second
+    synchronised backward is added to it after the reduction. Under ``no_sync`` gradients are kept whole until
+    the next synchronised backward.
 
-    Buffers and frozen parameters are every rank's; in stage 3 frozen parameters are sharded too.
+    In ``step``: torch's own optimizers of the element-wise classes (AdamW, SGD, ...), made before or after
+    ``fully_shard``, step the shards without communication, with the bits that whole parameters would have.
+    Other classes (Adafactor, Muon, your own) are refused by name. ``optimizer.state_dict()`` is refused after
+    the first step, because it would have this rank's part alone: ``instep.save`` has all of it, for any
+    number of ranks, and so has ``state_dict()`` of a ``ShardedOptimizer`` over the shards.
+
+    ``state_dict()`` and ``load_state_dict()`` of the module work inside ``instep.gathered(model)``.
 
     Example:
         >>> model = instep.fully_shard(model, stage=3)
@@ -80,28 +86,28 @@ class FullySharded(WrappedOnce):
 
     @property
     def sharding(self) -> Sharding:
-        """What keeps it sharded."""
+        """The engine: units, gathers, reducer."""
         found: Sharding = self.__dict__[KEY]
         return found
 
     @property
     def group(self) -> Group:
-        """All ranks that share in a step, of all replicas."""
+        """All ranks that take part in a step, of all shard groups."""
         return self.sharding.group
 
     @property
     def recorder(self) -> Recorder:
-        """What has been recorded of its steps."""
+        """The recorded events of its steps."""
         return self.sharding.recorder
 
     @property
     def step_mode(self) -> str | None:
-        """Whichever the last step was, "declared" or "undeclared"; None before the first."""
+        """The mode of the last step, "declared" or "undeclared"; None before the first."""
         return self.sharding.backward.step_mode
 
     @property
     def placement(self) -> dict[str, Any]:
-        """What a run is told to be: "strategy" and "stage"."""
+        """What a run records of it: "strategy" and "stage"."""
         return {"strategy": "fully_shard", "stage": self.sharding.options.stage}
 
     def micro_batches(
@@ -111,7 +117,7 @@ class FullySharded(WrappedOnce):
 
         As ``DataParallel.micro_batches``, with its one rule: index data by ``micro_batch.index``, never by
         rank. But ranks take turns: rank r computes r, r + W, r + 2W, ... After the last iteration ``.grad``
-        says whether there is a gradient, whose pieces optimizers step with.
+        is this rank's shard of the gradient of the step.
 
         Args:
             num_micro_batches: G, the number of micro-batches in the global batch; the bits depend on it. Or
@@ -149,12 +155,16 @@ class FullySharded(WrappedOnce):
             backward.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.nn.Module``: of the shards, also after a backward that raised."""
+        """As ``torch.nn.Module``, for the shards; also after a backward that raised.
+
+        Args:
+            set_to_none: False fills the gradients with zeros instead of dropping them.
+        """
         self.sharding.hooks.ended()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def sync_gradients(self) -> None:
-        """Exchange what was accumulated since the last exchange; a second call does nothing. Collective.
+        """Reduce what was accumulated since the last reduction; a second call does nothing. Collective.
 
         Raises:
             ValueError: called inside of the loop over ``micro_batches``, which exchanges at its end.
@@ -168,11 +178,11 @@ class FullySharded(WrappedOnce):
         self.sharding.backward.synchronise()
 
     def materialise(self, init: Callable[[str, Tensor], None] | None = None, *, seed: int = 0) -> None:
-        """Give values to parameters from the meta device, one unit after the other; stage 3. Collective.
+        """Give values to parameters from the meta device, unit by unit; stage 3. Collective.
 
-        In a script under ``instep run`` the ranks have not met yet where models are made: parameters are
-        filled where the loop over ``run.steps`` begins, each rank its part, and only if the run has no state
-        yet. Until then they have no values, and take no memory.
+        In a script under ``instep run`` there is no group of ranks yet where models are made: each rank
+        fills its part where the loop over ``run.steps`` begins, and only if the run has no state yet. Until
+        then the parameters have no values, and take no memory.
 
         Args:
             init: ``init(name, tensor)`` fills one whole parameter in place. By default the module's own
@@ -180,7 +190,7 @@ class FullySharded(WrappedOnce):
             seed: with the name of a parameter it keys the random numbers of its values.
 
         Raises:
-            ValueError: the stage is 2, or nothing fills a parameter; or ranks fill one differently, on all.
+            ValueError: nothing fills a parameter, or ranks fill one differently; on all ranks.
             PeerLost: a rank did not come.
 
         Example:
@@ -194,9 +204,9 @@ class FullySharded(WrappedOnce):
         self.sharding.materialise(init, seed)
 
     def close(self) -> None:
-        """End the sharding; the module has its own class again, and parameters stay this rank's shards.
+        """Remove the hooks and give back the groups. The module has its own class again.
 
-        Take ``full_state_dict`` before, if the weights are wanted.
+        Its parameters stay this rank's shards: call ``full_state_dict`` before, if you want the weights.
 
         Example:
             >>> weights = instep.full_state_dict(model)
@@ -238,7 +248,7 @@ class FullySharded(WrappedOnce):
 
 
 class Verifiable(FullySharded):
-    """Of a module that has no ``verify``; one that has keeps its own: ``model.sharding.verify`` is this.
+    """With ``verify``; a module with a ``verify`` of its own keeps it, and has ``model.sharding.verify``.
 
     Example:
         >>> model = instep.fully_shard(model)
@@ -248,11 +258,11 @@ class Verifiable(FullySharded):
         """Compare the distributed gradient with that of one process, on this model, stage and batch.
 
         As ``DataParallel.verify``: each rank makes one synchronised step on its batch, without an update;
-        then it computes the gradient of every rank's batch again, without exchanges, and compares its slices
-        with their mean. All is as before when it returns or raises. Weights in slices are compared between
-        replicas alone: in a shard group there is one copy of them.
+        then it computes the gradient of every rank's batch again, without exchanges, and compares its shards
+        with their mean. It restores everything when it returns or raises. Shards of weights are compared
+        between shard groups: within one there is a single copy of them.
 
-        It costs W + 1 forwards and backwards, and memory for a whole gradient and for the slices in float64.
+        It costs W + 1 forwards and backwards, and memory for a whole gradient and for the shards in float64.
         Collective.
 
         Args:
@@ -263,7 +273,7 @@ class Verifiable(FullySharded):
             The same report on every rank. ``GradientRow.rank`` is the one whose slice is the worst.
 
         Raises:
-            ValueError, TypeError, InstepError: a rank raised in its part; all do, and name it.
+            ValueError, TypeError, InstepError: a rank raised in its part; all ranks raise, and name it.
             PeerLost: a rank did not come.
 
         Example:
@@ -293,28 +303,32 @@ def fully_shard(
 ) -> M:
     """Shard ``module`` over the ranks of a group, in place, and return it. Collective.
 
-    It becomes a ``FullySharded`` beside what it is; see there for ``.grad`` and for optimizers.
+    Its class becomes a ``FullySharded`` too; see there for parameters, ``.grad`` and optimizers.
 
     Args:
-        module: whose parameters no other wrapper or sharded optimizer has.
-        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1 each shard group has the module
-            in slices, and only their reduced gradients travel between shard groups, once per step.
+        module: a module with contiguous parameters, without hooks on them, which no other wrapper or sharded
+            optimizer has.
+        process_group: as for ``DataParallel``. With a mesh of ``shard`` > 1 each shard group has all shards,
+            and only reduced shards of gradients travel between shard groups, once per step.
         stage: 2 or 3.
         compute_dtype: of weights and gradients in forward and backward; floating inputs of the module and its
-            units are cast. What the optimizer steps stays float32, in slices, gathered once per backward.
+            units are cast. The shards that the optimizer steps are float32.
         reshard_after_forward: False keeps gathered weights until their gradients have come. Stage 3.
-        units: submodules whose parameters are gathered and reduced together; by default every entry of an
-            outermost ``ModuleList`` or ``Sequential``, and all the rest.
+        units: submodules whose parameters are gathered, freed and reduced together; by default every entry of
+            an outermost ``ModuleList`` or ``Sequential``. All other parameters, and those of several units,
+            belong to the root, which stays gathered from forward to the end of backward.
         init_sync, find_unused_parameters, broadcast_buffers, seed, nodes, rounding: as for ``DataParallel``.
-        overlap: False, where a parameter gets several gradients in one micro-batch, sends them at its end.
-        device: where parameters on the meta device shall live; by default the CPU.
+        overlap: False reduces at the end of each micro-batch, for parameters that get several gradients in
+            one.
+        device: where parameters from the meta device shall live; by default the CPU.
         timeout_s: deadline of every wait in seconds, where no mesh brings one.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        ValueError: on all ranks; an argument is wrong, models differ, or a parameter cannot be sharded.
+        ValueError: on all ranks; an argument is wrong, models differ, or a parameter cannot be sharded (not
+            contiguous, a subclass, with a hook).
         PeerLost: a rank did not come.
 
     Example:
@@ -340,11 +354,11 @@ def shardings(module: nn.Module) -> Iterator[Sharding]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of sharded modules in ``module`` are whole, on every rank. Collective.
+    """Inside, the parameters of sharded modules in ``module`` are whole on every rank. Collective.
 
-    To read them, to save ``module.state_dict()``, or to write to them: what was written is kept when the
-    block ends, and every rank has to write the same. Weights are what the optimizer steps: float32 where
-    ``compute_dtype`` is less. Each rank needs memory for all of them.
+    For reading, ``module.state_dict()``, ``save_pretrained``, and for writing, ``load_state_dict``: writes
+    are kept, and every rank must write the same. Values are those that the optimizer steps: float32 with a
+    smaller ``compute_dtype``. Each rank needs memory for all of them.
 
     Args:
         module: sharded by ``fully_shard``, as a whole or some of its parts.
@@ -367,10 +381,10 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of ``module`` with all values, whole on every rank, in memory of its own. Collective.
+    """The state dict of ``module`` with whole tensors on every rank, in memory of its own. Collective.
 
-    For other programs, for an evaluation in one process, for a copy that stays as it is; what training goes
-    on from is ``instep.save``, where no rank needs memory for all of it.
+    For other programs, and for an evaluation in one process. To resume training use ``instep.save``, for
+    which no rank needs memory for all weights.
 
     Args:
         module: sharded by ``fully_shard``, as a whole or some of its parts, in a ``Pipeline``, wrapped, or
@@ -378,8 +392,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Returns:
         As ``module.state_dict()``, by the module's own names: tensors of full shape, on the devices of
-        parameters and buffers, which later steps do not change. Weights are what the optimizer steps:
-        float32 where ``compute_dtype`` is less.
+        parameters and buffers, which later steps do not change. Values are those that the optimizer steps:
+        float32 with a smaller ``compute_dtype``.
 
     Raises:
         Desync, PeerLost: other ranks do something else, or one did not come.

@@ -99,8 +99,8 @@ class ShardedOptimizer(Optimizer):
     Parameters are views of one memory: to save a single one without the others, clone it. With backend "shm"
     it is memory that a forked child shares, not copies.
 
-    Parameters of a module that ``fully_shard`` has sharded stay where they are: the optimizer steps the
-    shards that are there already, as a plain ``optimizer_cls`` would, but has a whole ``state_dict``.
+    Over the shards of a module of ``fully_shard`` nothing moves: the optimizer steps them in place, as a
+    plain ``optimizer_cls`` would, and has a whole ``state_dict`` beside.
 
     Of the parameters of a ``Pipeline`` each rank steps a part of those of its layers: they are divided among
     the ranks that have the same ones. ``state_dict`` is that of all layers.
