@@ -141,7 +141,7 @@ class Backward:
         self.look_back()
         self._cancel("forward")  # of one that raised
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
-            require_outermost(self.reducer.parameters)
+            require_outermost(self.reducer.optimizer_parameters)
             self._start("forward")
         self.declared.inputs.given((args, kwargs))
 

@@ -1,7 +1,7 @@
 """Modules that torch.jit has compiled keep parameters and buffers in C++, and some take no hooks.
 
-``DataParallel`` and stage 2 raised torch's own words about either, in a step or while wrapping, for
-models that torch's DDP trains. Where weights are in slices there is no way without hooks: that is said.
+``DataParallel`` and ``fully_shard`` raised torch's own words about either, in a step or while wrapping, for
+models that torch's DDP trains. Shards are gathered by hooks of the module that uses them: both refuse.
 """
 
 from __future__ import annotations
@@ -48,16 +48,21 @@ def test_replicas_of_one_are_refused(compiled: str, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["scripted", "traced"])
-def test_stage_2_takes_one_as_a_part(compiled: str) -> None:
-    model = fully_shard(made(compiled), stage=2)
-    for _ in model.micro_batches(2):
-        model(X).square().mean().backward()
-    model.close()
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_cannot_be_in_one(compiled: str, stage: int) -> None:
+    with pytest.raises(ValueError, match=r"'0' is compiled by torch\.jit.*leave it uncompiled"):
+        fully_shard(made(compiled), stage=stage)
     with pytest.raises(ValueError, match="can become no other class: shard a module around it"):
-        fully_shard(made(compiled, whole=True), stage=2)
+        fully_shard(made(compiled, whole=True), stage=stage)
 
 
 @pytest.mark.parametrize("compiled", ["scripted", "traced"])
-def test_weights_in_slices_cannot_be_in_one(compiled: str) -> None:
-    with pytest.raises(ValueError, match=r"'0' is compiled by .*: use stage=2 without compute_dtype"):
-        fully_shard(made(compiled), stage=3)
+def test_one_without_parameters_may_be_a_part(compiled: str) -> None:
+    net = made()
+    net.insert(
+        1, {"scripted": torch.jit.script, "traced": lambda m: torch.jit.trace(m, X)}[compiled](nn.Tanh())
+    )
+    model = fully_shard(net)
+    for _ in model.micro_batches(2):
+        model(X).square().mean().backward()
+    model.close()

@@ -24,6 +24,9 @@ from tests.replicate.nets import Dense
 from tests.replicate.replicas import square
 from tests.world import world
 
+WRITTEN = r"'layers\.0\.bias' was written to in micro-batch \d"
+IN_FORWARD = r"'layers\.0\.weight' was written to in forward"
+
 
 def wrapped(mesh: Any, stage: int, module: nn.Module | None = None) -> Any:
     module = filled(module or Dense())
@@ -39,16 +42,31 @@ def step(model: Any, edit: Callable[[], object]) -> None:
             edit()
 
 
-@world(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_write_that_stays_is_refused(mesh: Mesh, stage: int, frozen: bool) -> None:
+def leaves_a_write(mesh: Any, stage: int, frozen: bool) -> None:
     module = Dense()
     module.layers[0].bias.requires_grad_(not frozen)
     model = wrapped(mesh, stage, module)
-    with pytest.raises(ValueError, match=r"'layers\.0\.bias' was written to in micro-batch \d"):
+    try:
         step(model, lambda: module.layers[0].bias.mul_(0.99))
-    model.close()
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_write_that_stays_is_refused(stage: int, frozen: bool) -> None:
+    with pytest.raises(ValueError, match=WRITTEN):
+        leaves_a_write(world_of_one(), stage, frozen)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_so_it_is_on_two_ranks(mesh: Mesh, stage: int, frozen: bool) -> None:
+    """Where weights are gathered, a rank may hear of the other one's error before it looks for its own."""
+    heard = r"rank \d left the step before its end" if stage else WRITTEN
+    with pytest.raises((ValueError, Desync), match=f"{WRITTEN}|{heard}"):
+        leaves_a_write(mesh, stage, frozen)
 
 
 @world(2)
@@ -81,9 +99,41 @@ class Clamped(Dense):
         return super().forward(x)
 
 
-def test_so_is_a_weight_that_every_forward_clamps() -> None:
-    model = wrapped(world_of_one(), 0, Clamped())
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_so_is_a_weight_that_every_forward_clamps(stage: int) -> None:
+    model = wrapped(world_of_one(), stage, Clamped())
     step(model, lambda: None)
+
+
+class ClampedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def clamps_gathered_weights(mesh: Any, stage: int) -> None:
+    module = Dense()
+    first = module.layers[0]
+    module.layers[0] = ClampedLinear(first.in_features, first.out_features)
+    model = wrapped(mesh, stage, module)
+    try:
+        step(model, lambda: None)
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_forward_that_writes_to_gathered_weights_is_refused(stage: int) -> None:
+    with pytest.raises(RuntimeError, match=IN_FORWARD):
+        clamps_gathered_weights(world_of_one(), stage)
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_so_it_is_on_two_ranks_where_it_would_be_lost(mesh: Mesh, stage: int) -> None:
+    with pytest.raises((RuntimeError, Desync), match=f"{IN_FORWARD}|rank \\d left the step before its end"):
+        clamps_gathered_weights(mesh, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
 from instep.pipeline.pipeline import Pipeline
+from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from tests.parity import filled, world_of_one
@@ -59,10 +60,11 @@ def test_ddp_around_a_wrapper_is_refused_when_it_is_made(ours: str) -> None:
 @world(2, by="process")
 @pytest.mark.parametrize("ours", OURS)
 def test_ddp_further_out_is_refused_in_the_first_forward(mesh: Mesh, ours: str) -> None:
-    inner = OURS[ours](filled(Dense()), mesh)
+    even = nn.Linear(BLOCK_ELEMENTS, 2, bias=False)  # shards of one shape, which torch's DDP takes
+    inner = OURS[ours](filled(even), mesh)
     model = DistributedDataParallel(Holder(inner))
     with pytest.raises(ValueError, match=AROUND):
-        square(model, mesh.rank)
+        model(torch.ones(2, BLOCK_ELEMENTS))
     inner.close()
 
 

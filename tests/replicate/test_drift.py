@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from instep.elastic.faults import flip_bit
-from instep.errors import ReplicasDiffer
+from instep.errors import Desync, ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
@@ -25,7 +25,7 @@ from tests.world import world
 
 ODD = 1
 STRATEGIES = ["naive", "flat", "overlap", "bucketed"]
-WRAPPERS = [*STRATEGIES, "server", "stage 1", "stage 2"]
+WRAPPERS = [*STRATEGIES, "server", "stage 1"]
 Make = Callable[..., Optimizer]
 PLAIN = partial(SGD, lr=0.1)
 
@@ -45,12 +45,9 @@ class Loop:
         if kind == "server":
             self.model = self.optimizer = ParameterServer(self.module, make(self.module.parameters()), mesh)
             return
-        if kind == "stage 2":
-            self.model = fully_shard(self.module, mesh, stage=2)
-        else:
-            strategy = kind if kind in STRATEGIES else "bucketed"
-            self.model = DataParallel(self.module, process_group=mesh, strategy=strategy, **options)
-        if kind.startswith("stage"):
+        strategy = kind if kind in STRATEGIES else "bucketed"
+        self.model = DataParallel(self.module, process_group=mesh, strategy=strategy, **options)
+        if kind == "stage 1":
             self.optimizer = ShardedOptimizer(self.module.parameters(), SGD, mesh, lr=0.1)
         else:
             self.optimizer = make(self.module.parameters())
@@ -183,24 +180,41 @@ def test_in_the_plain_loop_too(mesh: Mesh) -> None:
             loss(loop.model, mesh.rank).backward()
 
 
-@world(4, dp=2, shard=2)
-def test_of_weights_in_slices_those_of_the_other_shard_group_are_the_replicas(mesh: Mesh) -> None:
-    module = fully_shard(net(), mesh, stage=3)
-    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, lr=0.1)
-
-    def step() -> None:
+def sharded_steps(module: Any, optimizer: Optimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
         for micro_batch in module.micro_batches(4):
             loss(module, micro_batch.index).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    if mesh.rank == 2:  # all of so small a model is in the first slice
+
+@world(3)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("change", ["weights", "learning rate"])
+def test_a_shard_has_no_replica_so_updates_are_compared(mesh: Mesh, stage: int, change: str) -> None:
+    module = fully_shard(net(), mesh, stage=stage)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    sharded_steps(module, optimizer, 1)
+    if mesh.rank == ODD and change == "weights":
         with torch.no_grad():
-            next(p for p in module.parameters() if p.numel()).view(-1).data.add_(1)  # past autograd's count
+            module[2].weight.add_(1)
+    elif mesh.rank == ODD:
+        optimizer.param_groups[0]["lr"] *= 2
+    with pytest.raises(Desync, match="has made updates with digest"):
+        sharded_steps(module, optimizer, 2)
+    module.close()
+
+
+@world(4, dp=2, shard=2)
+def test_of_shards_those_of_the_other_shard_group_are_the_replicas(mesh: Mesh) -> None:
+    module = fully_shard(net(), mesh, stage=3)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    sharded_steps(module, optimizer, 1)
+    if mesh.rank == 2:  # all of so small a model is in the first shard
+        next(p for p in module.parameters() if p.numel()).data.add_(1)  # past autograd's count
     with pytest.raises(ReplicasDiffer) as caught:
-        step()
-    assert caught.value.ranks == (0, 2)  # two replicas of a slice have no majority
+        sharded_steps(module, optimizer, 2)
+    assert caught.value.ranks == (0, 2)  # two replicas of a shard have no majority
     assert caught.value.parameters
     module.close()
 
