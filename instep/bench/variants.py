@@ -7,7 +7,6 @@
     threads-declared               the same, a micro-batch per thread, which the loop declares
     stage1                         ``DataParallel`` and ``ShardedOptimizer``: the optimizer's state in slices
     stage2 stage3                  ``fully_shard``: the gradients too, the weights too
-    ...-one-copy                   the ranks of a host have the same memory of the weights
     DDP                            torch's ``DistributedDataParallel``, as it comes
     ...-declared                   the same in a declared step, of a micro-batch per rank
     DDP-gloo-float16               the same with torch's hook, which has gradients travel in that format
