@@ -202,7 +202,8 @@ class StepsOptions(WholeStepOptions):
     it in their place."""
     strategies: Words = ()
     """Strategies to compare, measured alternately; if none is named, all but those that shard: stage1,
-    stage2 and stage3. The word sharded names these three, declared the declared steps of flat and bucketed."""
+    stage2 and stage3. The word sharded names these three, declared the declared steps of
+    flat and bucketed."""
     samples: int = 20
     """Steps of each strategy that are timed."""
     memory: bool = True

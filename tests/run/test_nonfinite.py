@@ -56,10 +56,10 @@ def spoiled(placed: Placed, name: str, numbers: set[int], steps: range) -> Calla
     def loss(model: nn.Module, step: int, number: int) -> Tensor:
         if step not in steps or number not in numbers:
             return placed.loss(model, step, number)
-        # Within forward, where weights that are sharded are whole.
+        # A hook, since weights in shards are whole within the forward of their own layer alone.
         path, _, own = name.rpartition(".")
-        handle = placed.module.get_submodule(path).register_forward_hook(
-            lambda layer, _, output: output + _Poison.apply(getattr(layer, own))
+        handle = placed.module.get_submodule(path).register_forward_pre_hook(
+            lambda layer, args: args[0] + _Poison.apply(getattr(layer, own))
         )
         try:
             return placed.loss(model, step, number)
