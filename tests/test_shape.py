@@ -120,7 +120,7 @@ PURE = (
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 940,
-    "bench": 6010,
+    "bench": 6065,
     "checkpoint": 4120,
     "cli": 1080,
     "comm": 1000,
@@ -137,10 +137,10 @@ BUDGET = {
     "replicate": 1700,
     "rng": 410,
     "run": 7260,
-    "shard": 7330,
+    "shard": 4840,
     "shm": 2030,
-    "state": 1670,
-    "step": 2800,
+    "state": 1705,
+    "step": 2650,
     "timeline": 4910,
     "verify": 750,
 }

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.checkpoint.registered import Registered
-from instep.state.homes import Home, homes, offered, shape_of, undivided
+from instep.state.homes import Home, autograd_leaf, homes, offered, shape_of, undivided
 
 Parts = Counter[tuple[str, int]]
 """Bytes, by what they are for and by the number of ranks that divide them."""
@@ -90,9 +90,13 @@ def _add_parameter(parts: Parts, p: Tensor, there: Home | None, stage: int) -> N
         return
     # What is gathered may be of another type than the pieces that are stepped.
     kept = p if there is None or not there.held else there.held[0].tensor
-    nbytes = shape_of(p).numel() * kept.itemsize
-    is_divided = there is not None and not there.resident
-    parts["parameters", ranks if is_divided else 1] += nbytes
+    size, whole = shape_of(p).numel(), autograd_leaf(p)
+    nbytes = size * kept.itemsize
+    keeps_whole = there is None or there.resident or stage == 2
+    if keeps_whole:
+        parts["parameters", 1] += size * whole.itemsize
+    if not keeps_whole or whole.dtype != kept.dtype:  # else what is stepped is a part of the whole one
+        parts["parameters", ranks] += nbytes
     if p.requires_grad:
         parts["gradients", ranks if stage >= 2 else 1] += nbytes
 

@@ -441,8 +441,8 @@ def _require_plain(module: nn.Module) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            "the module is compiled by torch.jit and can become no other class: shard a module around it "
-            "(stage=2), or use DataParallel"
+            "the module is compiled by torch.jit and can become no other class: leave it uncompiled, or use "
+            "DataParallel"
         )
     added = [name for name in vars(FullySharded) if not name.startswith("_")]
     taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]

@@ -233,7 +233,7 @@ class Unit(Home):
             for p, shard in zip(self.parameters, self._shards, strict=True):
                 p.data = shard
             for i, value in enumerate(values):
-                if written[i]:
+                if written[i] and not self.is_vacant:
                     self.keep(i, value)
 
     def keep(self, i: int, values: Tensor) -> None:

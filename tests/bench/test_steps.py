@@ -168,7 +168,7 @@ def test_the_rank_that_needs_most_is_told_and_shared_pages_count_once():
 
 @pytest.mark.parametrize(
     ("strategy", "each"),
-    [("bucketed", 16), ("stage1", 12), ("stage2", 10), ("stage3", 8), ("stage1-one-copy", 10)],
+    [("bucketed", 16), ("stage1", 12), ("stage2", 10), ("stage3", 8)],
 )
 def test_the_formula_beside_a_variant_is_that_of_its_stage_and_its_ranks(strategy, each):
     workload = Workload("tiny", 200_000, batch=1, what="tiny", tokens=8, optimizer="adamw")

@@ -85,9 +85,7 @@ def test_variants_hold_two_models_and_what_their_exchange_needs(mesh):
 SHARED = pytest.mark.skipif(not available(), reason="this platform has no backend shm")
 SHARES = {  # of 4 bytes per parameter, on two ranks: weights, gradients, moments
     "stage1": (1, 1, 1),
-    "stage1-one-copy": (0.5, 1, 1),
     "stage2": (1, 0.5, 1),
-    "stage2-one-copy": (0.5, 0.5, 1),
     "stage3": (0.5, 0.5, 1),
 }
 

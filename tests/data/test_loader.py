@@ -28,7 +28,7 @@ from instep.mesh.mesh import Mesh
 from instep.reduce.tree import rank_major
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
-from instep.shard.fully import fully_shard
+from instep.shard.fully import fully_shard, gathered
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.profiler import DATA
 from tests.parity import filled, world_of_one
@@ -345,9 +345,10 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step_counts_from_the_next_on(
 @world(2)
 def test_sharded_ranks_read_their_turns(mesh: Mesh) -> None:
     module = fully_shard(filled(Dense()), process_group=mesh, stage=2)
-    one = [x.view(-1) for x in expected_weights()]
-    for ours, theirs in zip(train(module, loader_of()), one, strict=True):
-        assert torch.equal(ours.view(-1), theirs)
+    train(module, loader_of())
+    with gathered(module):
+        for ours, one in zip(module.parameters(), expected_weights(), strict=True):
+            assert torch.equal(ours, one)
 
 
 def test_replicas_that_are_threads_read_it_too() -> None:

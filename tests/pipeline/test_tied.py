@@ -175,5 +175,5 @@ def test_a_pipeline_refuses_a_schedule_that_its_shared_parameters_forbid(mesh: M
 
 @world(2, pp=2, dp=1)
 def test_sparse_gradients_are_refused(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=r"'0' has sparse=True: .* pass sparse=False"):
+    with pytest.raises(ValueError, match=r"'0' has sparse gradients: make it with sparse=False"):
         instep.Pipeline([nn.Embedding(3, 4, sparse=True), nn.Linear(4, 4)], mesh)

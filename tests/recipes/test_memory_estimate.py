@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from instep.bench.saved_bytes import saved_beside
 from instep.models.config import GPTConfig, num_parameters
 from instep.models.transformer import GPT
 from instep.recipes.memory_estimate import activation_bytes, formula, num_moments
 from instep.recipes.text import losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig, tiny
-from instep.run.memory_usage import activations, memory_usage
+from instep.run.memory_usage import memory_usage
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)
@@ -35,9 +36,12 @@ def test_activations_are_as_many_as_the_formula_says(
 ) -> None:
     module, windows = GPT(model), torch.arange(33).repeat(micro_size, 1)
     config = replace(tiny(), autocast=autocast)
-    counted = activations(module, lambda: losses_of(module, windows, config, CPU).mean())
+    saved = saved_beside(module, [windows])
+    with saved.watch():
+        loss = losses_of(module, windows, config, CPU).mean()
+    assert loss.requires_grad  # its graph is there, and all it keeps
     said = activation_bytes(model, micro_size, autocast=autocast == "bf16")
-    assert said == pytest.approx(counted, rel=0.04)
+    assert said == pytest.approx(saved.nbytes, rel=0.04)
 
 
 OPTIMS = {

@@ -54,10 +54,17 @@ def spoiled(placed: Placed, name: str, numbers: set[int], steps: range) -> Calla
     """A loss whose gradient by the parameter ``name`` is nan in these micro-batches of these steps."""
 
     def loss(model: nn.Module, step: int, number: int) -> Tensor:
-        value = placed.loss(model, step, number)
-        if step in steps and number in numbers:
-            value = value + _Poison.apply(dict(model.named_parameters())[name])
-        return value
+        if step not in steps or number not in numbers:
+            return placed.loss(model, step, number)
+        # A hook, since weights in shards are whole within the forward of their own layer alone.
+        path, _, own = name.rpartition(".")
+        handle = placed.module.get_submodule(path).register_forward_pre_hook(
+            lambda layer, args: args[0] + _Poison.apply(getattr(layer, own))
+        )
+        try:
+            return placed.loss(model, step, number)
+        finally:
+            handle.remove()
 
     return loss
 

@@ -43,7 +43,7 @@ def test_a_run_tells_its_memory_and_is_none_the_worse_for_it(mesh, data):
 
 
 ROW = {"parameters": 4_000_000, "gradients": 4_000_000, "optimizer": 8_000_000, "buffers": 0}
-ROW |= {"scratch": 0, "activations": 12_340_000, "resident_peak": 310_000_000}
+ROW |= {"scratch": 0, "resident_peak": 310_000_000}
 FORMULA = {"bytes_per_parameter": 16, "parameters": 4_000_000, "gradients": 4_000_000, "optimizer": 8_000_000}
 
 
@@ -51,10 +51,10 @@ def told(*rows, hosts=(512_000_000,)):
     return {"ranks": rows, "hosts": [{"resident_peak": each} for each in hosts], "formula": FORMULA}
 
 
-def test_the_line_says_state_activations_and_what_is_resident():
+def test_the_line_says_state_and_what_is_resident():
     assert words(told(ROW, ROW)) == (
-        "16.0 MB of state per rank (16 bytes per parameter, as the formula says) + 12.3 MB activations; "
-        "310 MB resident, 512 MB for all ranks of the host"
+        "16.0 MB of state per rank (16 bytes per parameter, as the formula says); 310 MB resident, "
+        "512 MB for all ranks of the host"
     )
 
 
@@ -78,5 +78,5 @@ def test_one_rank_is_its_host():
 
 
 def test_what_nobody_knows_is_left_out():
-    row = {**ROW, "activations": None, "resident_peak": None}
+    row = {**ROW, "resident_peak": None}
     assert re.fullmatch(r"16\.0 MB of state per rank \([^)]*\)", words(told(row, row, hosts=(None,))))
