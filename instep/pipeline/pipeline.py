@@ -208,9 +208,6 @@ class Pipeline(WrappedOnce, ModuleProxy):
                     f"parameter {name!r} has no values here, as another pipeline had it on another rank: "
                     "make the model anew, and load its values"
                 )
-        for name, m in self.module.named_modules():
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
-                raise ValueError(f"{name!r} has sparse=True: gradients travel dense, so pass sparse=False")
         from_meta = {p.is_meta for p in self.module.parameters()}
         if len(from_meta) > 1:
             raise ValueError(

@@ -52,7 +52,7 @@ def test_replicas_of_one_are_refused(compiled: str, whole: bool) -> None:
 def test_shards_cannot_be_in_one(compiled: str, stage: int) -> None:
     with pytest.raises(ValueError, match=r"'0' is compiled by torch\.jit.*leave it uncompiled"):
         fully_shard(made(compiled), stage=stage)
-    with pytest.raises(ValueError, match="can become no other class: shard a module around it"):
+    with pytest.raises(ValueError, match="can become no other class: leave it uncompiled"):
         fully_shard(made(compiled, whole=True), stage=stage)
 
 

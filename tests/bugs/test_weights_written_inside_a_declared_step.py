@@ -64,7 +64,7 @@ def test_a_write_that_stays_is_refused(stage: int, frozen: bool) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_so_it_is_on_two_ranks(mesh: Mesh, stage: int, frozen: bool) -> None:
     """Where weights are gathered, a rank may hear of the other one's error before it looks for its own."""
-    heard = r"rank \d left the step before its end" if stage else WRITTEN
+    heard = r"rank \d left the step before its gradients" if stage else WRITTEN
     with pytest.raises((ValueError, Desync), match=f"{WRITTEN}|{heard}"):
         leaves_a_write(mesh, stage, frozen)
 
@@ -132,7 +132,7 @@ def test_a_forward_that_writes_to_gathered_weights_is_refused(stage: int) -> Non
 @world(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_so_it_is_on_two_ranks_where_it_would_be_lost(mesh: Mesh, stage: int) -> None:
-    with pytest.raises((RuntimeError, Desync), match=f"{IN_FORWARD}|rank \\d left the step before its end"):
+    with pytest.raises((RuntimeError, Desync), match=f"{IN_FORWARD}|rank \\d left the step before its gradients"):
         clamps_gathered_weights(mesh, stage)
 
 
