@@ -15,9 +15,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "linalg_norm", "vector_norm", "norm"})
 ZEROS = frozenset({"zero_", "_foreach_zero_"})
+DATA = torch._C.TensorBase.__dict__["data"]
+# Gives a shard of a gradient, too, which programs set as ``.grad`` or take the norm of. Not ``clone``, with
+# which optimizers make moments.
+STAY_SHARDS = frozenset(
+    {
+        "detach",
+        "mul",
+        "__mul__",
+        "__rmul__",
+        "div",
+        "true_divide",
+        "__truediv__",
+        "neg",
+        "add",
+        "sub",
+        "float",
+    }
+    | {"nan_to_num", "clamp", "clip"}
+)
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -59,7 +79,12 @@ class GradientShard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if called == UNSCALE:
                 return _unscale(func, *args)
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+        if called in STAY_SHARDS or getattr(func, "__self__", None) is DATA:
+            of = next((x for x in tree_leaves(args) if isinstance(x, cls)), None)
+            if of is not None and type(made) is Tensor and made.shape == of.shape:
+                return _shard_like(of, made)
+        return made
 
 
 def gradient_shard(values: Tensor, name: str, owner: ShardOwner, *, is_part: bool) -> GradientShard:
@@ -67,6 +92,35 @@ def gradient_shard(values: Tensor, name: str, owner: ShardOwner, *, is_part: boo
     x: GradientShard = Tensor._make_subclass(GradientShard, values)
     x.instep_name, x.instep_owner, x.instep_is_part = name, weakref.ref(owner), is_part
     return x
+
+
+def _shard_like(shard: GradientShard, values: Tensor) -> GradientShard:
+    x: GradientShard = Tensor._make_subclass(GradientShard, values)
+    x.instep_name, x.instep_owner, x.instep_is_part = (
+        shard.instep_name,
+        shard.instep_owner,
+        shard.instep_is_part,
+    )
+    return x
+
+
+_reduced_by: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its name, who reduces its gradient
+
+
+def is_reduced_by(owner: ShardOwner, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """From now on a ``.grad`` of any of ``parameters`` is this rank's shard, also one that a program sets."""
+    for name, p in zip(names, parameters, strict=True):
+        _reduced_by[p] = name, weakref.ref(owner)
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Every ``.grad``, as a ``GradientShard`` where other ranks have more of it."""
+    for p in parameters:
+        name, known = _reduced_by.get(p, ("", None))
+        owner = None if known is None else known()
+        if owner is not None and p.grad is not None and not isinstance(p.grad, GradientShard):
+            p.grad = gradient_shard(p.grad, name, owner, is_part=True)
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def owner_of(gradient: Tensor) -> ShardOwner | None:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from instep.events import Recorder
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.buckets import flat_real
-from instep.reduce.gradient_shard import by_owner, owner_of
+from instep.reduce.gradient_shard import by_owner, gradients_of, owner_of
 
 
 class Clips:
@@ -148,7 +148,7 @@ def norm_over(parameters: Iterable[Tensor]) -> float:
     """The 2-norm over the gradients of ``parameters``. Collective if they are sharded or in a pipeline."""
     squares: list[float] = []
     for others, its in others_of(parameters).items():
-        own = _all_square_sums([p.grad for p in its if p.grad is not None])
+        own = _all_square_sums(gradients_of(its))
         squares += own if others is None else others.square_sums(own)
     return math.sqrt(exact_sum(squares))
 
@@ -249,7 +249,7 @@ def clip_grad_norm_(
             "where gradients are replicated, torch.nn.utils.clip_grad_norm_ has the others"
         )
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = gradients_of(parameters)
     watch = clipping.get()
     with nullcontext() if watch is None else watch.recorder.span("clip", lane="compute"):
         norm = norm_over(parameters)

@@ -29,7 +29,7 @@ from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
-from instep.reduce.gradient_shard import GradientShard, gradient_shard
+from instep.reduce.gradient_shard import GradientShard, gradient_shard, is_reduced_by
 from instep.reduce.header import NORM, UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.norm import block_square_sums
@@ -93,6 +93,8 @@ class SliceReducer(Reduction):
         options = ReductionOptions(InUnitOrder, unused=unused, nodes=nodes)
         super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
         self.optimizer_parameters = [by_name[name][1] for name in names]
+        if ranks.shard_group.size > 1:
+            is_reduced_by(self, names, self.optimizer_parameters)
         self._overlaps = overlap
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
         self.buckets = self._make_buckets()

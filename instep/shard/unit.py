@@ -18,6 +18,7 @@ Source: torch's ``_fully_shard/_fsdp_param.py`` (FSDP2), which resizes storages 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from instep.memory import align_bytes
+from instep.memory import align_bytes, bytes_of
 from instep.net.lane import Work
 from instep.net.process_group import Group
 from instep.shard.layout import cut
@@ -141,6 +142,11 @@ class Unit(Home):
 
     def require_unmoved(self) -> None:
         """Raise ``ValueError`` if other code has replaced the memory of a shard."""
+        if self.is_made_whole:
+            raise ValueError(
+                f"forward inside of instep.gathered(), where parameter {self.names[0]!r} is whole to be read "
+                "and written alone: call the module outside of the block, which gathers what it needs"
+            )
         for name, p, shard in zip(self.names, self.parameters, self._shards, strict=True):
             if p.data_ptr() != shard.data_ptr() or p.dtype != self.dtype:
                 raise ValueError(
@@ -195,6 +201,12 @@ class Unit(Home):
                 return name
         return None
 
+    def forget(self) -> None:
+        """Gather again before the next use, whether ``flat`` has the values or not."""
+        if self.group.size > 1:
+            self.free()
+            self._gathered_versions = []
+
     def free(self) -> None:
         """Give the memory of the whole weights back, unless it is kept."""
         if self.work is not None:
@@ -219,15 +231,23 @@ class Unit(Home):
 
     @contextmanager
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the user's parameters are ``values``, whole; what was written to them is kept."""
+        """Inside, the user's parameters are ``values``, whole; what was written to them is kept.
+
+        Also what was written through ``.data``, which torch does not count: all ranks have all values, so
+        they find the same parameters changed.
+        """
         self.is_made_whole = True
+        digests = [zlib.crc32(bytes_of(value)) for value in values]
         for p, value in zip(self.parameters, values, strict=True):
             p.data = value
         before = [p._version for p in self.parameters]
         try:
             yield
         finally:
-            written = [p._version != v for p, v in zip(self.parameters, before, strict=True)]
+            written = [
+                p._version != version or zlib.crc32(bytes_of(p.detach())) != digest
+                for p, version, digest in zip(self.parameters, before, digests, strict=True)
+            ]
             values = [p.detach() for p in self.parameters]
             self.is_made_whole = False
             for p, shard in zip(self.parameters, self._shards, strict=True):
@@ -242,8 +262,8 @@ class Unit(Home):
         with torch.no_grad():
             for held in self.held:
                 if held.parameter is self.parameters[i]:
-                    held.tensor.copy_(held.part_of(values))
-            increment_version(self.parameters[i])  # also where this rank has none of it
+                    held.tensor.data.copy_(held.part_of(values))
+            increment_version(self.parameters[i])  # once on all ranks, also where one has none of it
 
     def make_room(self) -> None:
         if self.is_vacant:

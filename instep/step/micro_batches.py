@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
+from instep.reduce.gradient_shard import GradientShard
 from instep.rng.keys import LeafKeys
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
@@ -345,6 +346,8 @@ def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> 
 
 
 def _is_zero(gradient: Tensor) -> bool:
+    if isinstance(gradient, GradientShard):  # the values of one rank's part may be zeros by chance
+        return gradient.instep_is_zeroed
     values = gradient._values() if gradient.is_sparse else gradient
     return not bool(values.any())
 

@@ -179,6 +179,12 @@ def of_torch(model: Any, optimizer: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def of_torch_on_a_new_gradient(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad / 2
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def of_the_optimizer(model: Any, optimizer: Any) -> None:
     optimizer.step()
     optimizer.state_dict()
@@ -210,8 +216,15 @@ def written(model: Any, optimizer: Any) -> None:
     loss_of(model)
 
 
+def within(model: Any, optimizer: Any) -> None:
+    with instep.gathered(model):
+        loss_of(model)
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Any], None], type[Exception], str]] = {
     "torch's clipping": (of_torch, RuntimeError, r"gradient shard.*instep\.clip_grad_norm_"),
+    "torch's clipping of a new gradient": (of_torch_on_a_new_gradient, RuntimeError, "gradient shard"),
+    "a norm by hand": (lambda m, o: m.into.weight.grad.data.norm(2), RuntimeError, "gradient shard"),
     "a state dict": (
         lambda m, o: m.state_dict(),
         RuntimeError,
@@ -236,6 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], None], type[Exception], str]] = {
         RuntimeError,
         "Adafactor looks at whole parameters",
     ),
+    "forward inside gathered": (within, ValueError, r"forward inside of instep\.gathered"),
     "a copy": (lambda m, o: copy.deepcopy(m), TypeError, "full_state_dict"),
 }
 
@@ -280,4 +294,75 @@ def test_a_forward_that_raises_on_one_rank_is_told_to_the_other(mesh: Mesh) -> N
     if handle is not None:
         handle.remove()
     loss_of(model).backward()
+    model.close()
+
+
+@world(2)
+@STAGES
+def test_a_step_on_top_of_gradients_is_refused_by_all_ranks(mesh: Mesh, stage: int) -> None:
+    """The second rank has no part of the weight, and went on alone until the deadline."""
+    model = instep.fully_shard(filled(nn.Linear(12, 1, bias=False)), mesh, stage)
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match="already has a gradient"):
+        next(model.micro_batches(2))
+    model.zero_grad(set_to_none=False)
+    for _ in model.micro_batches(2):
+        loss_of(model).backward()
+    model.close()
+
+
+@world(2)
+@STAGES
+def test_the_step_after_a_forward_that_raised_gathers_the_same_units(mesh: Mesh, stage: int) -> None:
+    """In stage 2 the rank that raised gathered a unit again that the other one had kept."""
+    model = instep.fully_shard(filled(Stack()), mesh, stage)
+    loss_of(model).backward()  # from now on units are prefetched
+    AdamW(model.parameters(), fused=True).step()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("planted")
+
+    handle = model.layers[0].register_forward_pre_hook(fail) if mesh.rank else None
+    with pytest.raises((ArithmeticError, Desync)):
+        loss_of(model)
+    if handle is not None:
+        handle.remove()
+    loss_of(model).backward()
+    model.close()
+
+
+@world(2)
+@STAGES
+def test_what_is_written_through_data_inside_gathered_is_kept(mesh: Mesh, stage: int) -> None:
+    """Initialisation often writes so, and torch does not count it; a rank that had no part counted less."""
+    model = instep.fully_shard(filled(Stack()), mesh, stage)
+    loss_of(model).backward()  # stage 2 has all weights now
+    with instep.gathered(model):
+        model.layers[1].weight.data.mul_(2)
+        model.into.weight.data[-1] = 5.0  # of one rank's shard alone
+        expected = {name: x.clone() for name, x in model.state_dict().items()}
+    assert_same(instep.full_state_dict(model), expected, "written")
+    plain = Stack()
+    plain.load_state_dict(expected)
+    torch.testing.assert_close(loss_of(model), loss_of(plain))
+    model.zero_grad()
+    loss_of(model).backward()
+    model.close()
+
+
+@world(2)
+@STAGES
+def test_a_gradient_that_a_program_has_set_is_clipped_by_the_norm_over_all_ranks(
+    mesh: Mesh, stage: int
+) -> None:
+    """Each rank took the norm of its own part, and scaled by another factor."""
+    model = instep.fully_shard(filled(Stack()), mesh, stage)
+    found = []
+    for change in (lambda x: x.mul_(2), lambda x: x * 2, lambda x: x.clone() * 2):
+        model.zero_grad()
+        loss_of(model).backward()
+        for p in model.parameters():
+            p.grad = change(p.grad)
+        found.append(instep.clip_grad_norm_(model.parameters(), 0.1).item())
+    assert found[0] == found[1] == found[2]
     model.close()
