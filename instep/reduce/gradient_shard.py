@@ -22,22 +22,8 @@ ZEROS = frozenset({"zero_", "_foreach_zero_"})
 DATA = torch._C.TensorBase.__dict__["data"]
 # Gives a shard of a gradient, too, which programs set as ``.grad`` or take the norm of. Not ``clone``, with
 # which optimizers make moments.
-STAY_SHARDS = frozenset(
-    {
-        "detach",
-        "mul",
-        "__mul__",
-        "__rmul__",
-        "div",
-        "true_divide",
-        "__truediv__",
-        "neg",
-        "add",
-        "sub",
-        "float",
-    }
-    | {"nan_to_num", "clamp", "clip"}
-)
+PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__"})
+STAY_SHARDS = PRODUCTS | {"add", "clamp", "clip", "detach", "float", "nan_to_num", "neg", "sub"}
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -96,11 +82,8 @@ def gradient_shard(values: Tensor, name: str, owner: ShardOwner, *, is_part: boo
 
 def _shard_like(shard: GradientShard, values: Tensor) -> GradientShard:
     x: GradientShard = Tensor._make_subclass(GradientShard, values)
-    x.instep_name, x.instep_owner, x.instep_is_part = (
-        shard.instep_name,
-        shard.instep_owner,
-        shard.instep_is_part,
-    )
+    x.instep_name, x.instep_owner = shard.instep_name, shard.instep_owner
+    x.instep_is_part = shard.instep_is_part
     return x
 
 

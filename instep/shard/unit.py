@@ -18,7 +18,6 @@ Source: torch's ``_fully_shard/_fsdp_param.py`` (FSDP2), which resizes storages 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from instep.memory import align_bytes, bytes_of
+from instep.memory import align_bytes
 from instep.net.lane import Work
 from instep.net.process_group import Group
 from instep.shard.layout import cut
@@ -233,37 +232,37 @@ class Unit(Home):
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the user's parameters are ``values``, whole; what was written to them is kept.
 
-        Also what was written through ``.data``, which torch does not count: all ranks have all values, so
-        they find the same parameters changed.
+        All of it, as torch does not count what is written through ``.data``.
         """
         self.is_made_whole = True
-        digests = [zlib.crc32(bytes_of(value)) for value in values]
         for p, value in zip(self.parameters, values, strict=True):
             p.data = value
         before = [p._version for p in self.parameters]
         try:
             yield
         finally:
-            written = [
-                p._version != version or zlib.crc32(bytes_of(p.detach())) != digest
-                for p, version, digest in zip(self.parameters, before, digests, strict=True)
-            ]
+            written = [p for p, v in zip(self.parameters, before, strict=True) if p._version != v]
             values = [p.detach() for p in self.parameters]
             self.is_made_whole = False
             for p, shard in zip(self.parameters, self._shards, strict=True):
                 p.data = shard
-            for i, value in enumerate(values):
-                if written[i] and not self.is_vacant:
-                    self.keep(i, value)
+            if not self.is_vacant:
+                for p, value in zip(self.parameters, values, strict=True):
+                    self._write(p, value)
+                increment_version(written)
+                self.forget()
 
     def keep(self, i: int, values: Tensor) -> None:
         """Parameter i has ``values``, whole: keep this rank's shard."""
         self.make_room()
+        self._write(self.parameters[i], values)
+        increment_version(self.parameters[i])  # once on all ranks, also where one has none of it
+
+    def _write(self, parameter: Tensor, values: Tensor) -> None:
         with torch.no_grad():
             for held in self.held:
-                if held.parameter is self.parameters[i]:
+                if held.parameter is parameter:
                     held.tensor.data.copy_(held.part_of(values))
-            increment_version(self.parameters[i])  # once on all ranks, also where one has none of it
 
     def make_room(self) -> None:
         if self.is_vacant:

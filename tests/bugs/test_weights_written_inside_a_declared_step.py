@@ -132,7 +132,9 @@ def test_a_forward_that_writes_to_gathered_weights_is_refused(stage: int) -> Non
 @world(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_so_it_is_on_two_ranks_where_it_would_be_lost(mesh: Mesh, stage: int) -> None:
-    with pytest.raises((RuntimeError, Desync), match=f"{IN_FORWARD}|rank \\d left the step before its gradients"):
+    with pytest.raises(
+        (RuntimeError, Desync), match=f"{IN_FORWARD}|rank \\d left the step before its gradients"
+    ):
         clamps_gathered_weights(mesh, stage)
 
 
