@@ -121,8 +121,8 @@ def why_not_rounded_alike(groups: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     return (
         "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: "
-        "pass "
-        "fused=True to the optimizer, or keep float32 weights, with fully_shard(compute_dtype=torch.bfloat16)"
+        "pass fused=True to the optimizer, or keep float32 weights, with "
+        "fully_shard(compute_dtype=torch.bfloat16)"
     )
 
 
@@ -144,8 +144,7 @@ def guard_state_dict(optimizer: Optimizer) -> None:
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     raise RuntimeError(
         f"{type(optimizer).__name__}.state_dict() of sharded parameters has this rank's part alone: save "
-        "with "
-        "instep.save(dir, model=model, optimizer=optimizer), for any number of ranks, or step with "
+        "with instep.save(dir, model=model, optimizer=optimizer), for any number of ranks, or step with "
         "instep.ShardedOptimizer, whose state_dict() is whole"
     )
 
@@ -159,8 +158,7 @@ def require_state_of_shards(optimizer: Optimizer) -> None:
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != p.shape:
                 raise ValueError(
                     f"optimizer.load_state_dict() was given {key!r} of shape {tuple(value.shape)} for a "
-                    "shard of "
-                    f"shape {tuple(p.shape)}: load with instep.load(dir, model=model, "
+                    f"shard of shape {tuple(p.shape)}: load with instep.load(dir, model=model, "
                     "optimizer=optimizer), which "
                     "cuts what was saved for any number of ranks"
                 )

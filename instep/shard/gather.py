@@ -43,8 +43,8 @@ from instep.step.backward import is_in_backward, require_eager_autograd
 IDLE, LEFT = -1, -2
 SAME_ORDER = (
     "all ranks of a shard group must run the same units in the same order, also in an evaluation: let "
-    "every rank "
-    "call the module equally often, and make what runs under a condition a part of one unit (units=[...])"
+    "every rank call the module equally often, and make what runs under a condition a part of one unit "
+    "(units=[...])"
 )
 _functorch: Any = torch._C._functorch
 VMAP = _functorch.TransformType.Vmap
@@ -289,8 +289,7 @@ class UnitHooks:
                 unit.free()
                 raise RuntimeError(
                     f"parameter {name!r} was written to in forward, which is lost when its gathered "
-                    "weights go: "
-                    "keep what forward changes in a buffer, or write between steps, inside "
+                    "weights go: keep what forward changes in a buffer, or write between steps, inside "
                     "instep.gathered(module)"
                 )
         if m is self.module:
@@ -347,8 +346,7 @@ class UnitHooks:
                 raise ValueError(
                     f"parameter {unit.names[0]!r} was on the meta device and has no values yet: call "
                     "materialise() on every rank, or load a checkpoint; under `instep run` it gets them "
-                    "where "
-                    "the loop over run.steps begins"
+                    "where the loop over run.steps begins"
                 )
 
 
