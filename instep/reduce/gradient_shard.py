@@ -57,8 +57,8 @@ class GradientShard(Tensor):
         if called in NORMS and any(isinstance(x, cls) and x.instep_is_part for x in tree_leaves(args)):
             raise RuntimeError(
                 f"{called} of a gradient shard: .grad of a sharded parameter is this rank's part, and its "
-                "norm is not that of the gradient. Clip with instep.clip_grad_norm_(model.parameters(), max_norm), "
-                "which returns the norm over all ranks"
+                "norm is not that of the gradient. Clip with instep.clip_grad_norm_(model.parameters(), "
+                "max_norm), which returns the norm over all ranks"
             )
         with torch._C.DisableTorchFunctionSubclass():
             if called == UNSCALE:
