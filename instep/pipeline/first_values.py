@@ -52,15 +52,13 @@ class UnfilledParameter:
     home: PipelineHome
     names: list[str]
     parameters: list[Tensor]
-    own_dtype: torch.dtype
 
     @property
     def device(self) -> torch.device:
         return self.parameters[0].device
 
-    @property
-    def shapes(self) -> list[torch.Size]:
-        return [self.home.shape_of(p) for p in self.parameters]
+    def empty(self, i: int) -> Tensor:
+        return self.home.empty_like(self.parameters[i])
 
     @contextmanager
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -72,7 +70,7 @@ class UnfilledParameter:
             yield
         finally:
             if self.home.holds(p):
-                p.data = self.home.empty_like(p).copy_(value)
+                p.data = value
             else:
                 drop_values(p)
 
@@ -94,4 +92,4 @@ def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) ->
             own |= its if its & own else set()
         for name, p in zip(home.names, home.parameters, strict=True):
             if id(p) in own:
-                yield UnfilledParameter(layer.path, home, [name], [p], p.dtype)
+                yield UnfilledParameter(layer.path, home, [name], [p])

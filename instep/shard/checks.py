@@ -190,9 +190,12 @@ def require_new(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"expected parameters in memory, got {p.layout} on {p.device}: materialise the module first"
             )
-        if not homes.in_order(p.shape, homes.dense_strides(p)):
+    for p in trainable:
+        shape, there = homes.shape_of(p), homes.home(p)
+        strides = homes.dense_strides(p) if there is None else there.strides_of(p)
+        if not homes.in_order(shape, strides):
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is not contiguous in memory (channels_last, "
+                f"a parameter of shape {tuple(shape)} is not contiguous in memory (channels_last, "
                 "transposed), and would be cut across its order: make it so with .contiguous(), or use the "
                 "optimizer itself, unsharded"
             )

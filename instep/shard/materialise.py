@@ -35,13 +35,13 @@ class Unfilled(Protocol):
     name: str
     names: list[str]
     parameters: Any
-    own_dtype: torch.dtype
 
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def shapes(self) -> Sequence[torch.Size]: ...
+    def empty(self, i: int) -> Tensor:
+        """Memory for all of parameter i, in its own dtype and order: random numbers are drawn in this."""
+        ...
 
     def made_whole(self, values: Sequence[Tensor]) -> AbstractContextManager[None]: ...
 
@@ -117,7 +117,7 @@ def _line(name: str, values: Tensor) -> str:
 def _fill(unit: Unfilled, init: Init, made: list[str]) -> None:
     with torch.no_grad():
         for i, name in enumerate(unit.names):
-            values = torch.empty(unit.shapes[i], dtype=unit.own_dtype, device=unit.device)
+            values = unit.empty(i)
             init(name, values)
             unit.keep(i, values)
             made.append(_line(name, values))
@@ -187,8 +187,7 @@ def _whole(units: Sequence[Unfilled]) -> Iterator[None]:
     """Inside, the parameters are whole, each in its own dtype; what is written to them is kept."""
     with torch.no_grad(), ExitStack() as stack:
         for unit in units:
-            empty = [torch.empty(shape, dtype=unit.own_dtype, device=unit.device) for shape in unit.shapes]
-            stack.enter_context(unit.made_whole(empty))
+            stack.enter_context(unit.made_whole([unit.empty(i) for i in range(len(unit.names))]))
         yield
 
 

@@ -127,8 +127,14 @@ class Unit(Home):
         """Of the whole parameters."""
         return self._shapes
 
+    def empty(self, i: int) -> Tensor:
+        return torch.empty(self._shapes[i], dtype=self.own_dtype, device=self._device)
+
     def shape_of(self, parameter: Tensor) -> torch.Size:
         return self._shapes[self._number_of(parameter)]
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
+        return torch.empty(self.shape_of(parameter), device="meta").stride()
 
     def autograd_leaf(self, parameter: Tensor) -> Tensor:
         return self.whole[self._number_of(parameter)]

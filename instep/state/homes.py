@@ -278,8 +278,9 @@ class DividedOptimizer:
 
 
 def undivided(optimizer: Optimizer) -> DividedOptimizer:
-    """The description of a plain ``optimizer``, which steps whole parameters."""
-    held = {i: ParameterShard(p, 0, p.numel(), p, p.shape) for i, p in enumerate(_parameters(optimizer))}
+    """The description of a plain ``optimizer``, which steps whole parameters, here or absent."""
+    whole = [(p, shape_of(p)) for p in _parameters(optimizer)]
+    held = {i: ParameterShard(p, 0, shape.numel(), p, shape) for i, (p, shape) in enumerate(whole)}
     return _plain(optimizer, held, alone(), (), 1)
 
 
