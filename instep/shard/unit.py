@@ -7,8 +7,8 @@
 
 Autograd saves views of weights for backward. So ``flat`` is the same tensor in every step: ``free`` resizes
 its storage to nothing, and ``allocate`` brings the storage back for the next gather. What was saved in
-forward shows the weights again in backward. Whoever reads it in between gets torch's error about data that is
-not allocated.
+forward shows the weights again in backward. It must not be read in between: some of torch's functions raise
+an error about storage of size 0, and most kernels on CPUs (clone, add, sum) end the process with SIGSEGV.
 
 In stage 2, and in a world of one, weights of the same dtype are never freed: the shards are a part of
 ``flat``.
