@@ -134,8 +134,6 @@ class Gathers:
             self.lane.drain()
             self.recover()
             self._has_left, self._following = False, None
-            for unit in self._units:  # which of them came before the step was left depends on the rank
-                unit.forget()
 
     def recover(self) -> None:
         """Go on after a gather that failed, unless a rank was lost."""

@@ -216,8 +216,10 @@ class Unit(Home):
         """Give the memory of the whole weights back, unless it is kept."""
         if self.work is not None:
             self.work.arrive()
-            self.work = None
-            self._gathered_versions = []
+            came = self.work.error is None
+            self.work, self._gathered_versions = None, []
+            if self.keeps and came:  # on every rank, whichever of them use it
+                self.filled()
         if not (self.keeps or self._shares_memory):
             self.flat.untyped_storage().resize_(0)
             self._gathered_versions = []
