@@ -57,6 +57,12 @@ REFUSALS = {
 }
 
 
+def refusals(part: Placement) -> frozenset[str]:
+    """Also what a sharded optimizer refuses in a pipeline."""
+    divides = part.form == "pipeline" and part.other_optimizer
+    return REFUSALS[part.form] | (frozenset(ORDERS) if divides else frozenset())
+
+
 class Trial(NamedTuple):
     program: Program
     parts: tuple[Placement, ...]
@@ -72,7 +78,7 @@ def drawn(form: str) -> Iterator[Trial]:
             continue
         parts = programs.parts(random.Random(f"{SEED} {form} {model}"), whole, form)
         alone = form != "threads" and parts[0].world == 1
-        if alone or any(whole.words & REFUSALS[part.form] for part in parts):
+        if alone or any(whole.words & refusals(part) for part in parts):
             continue
         by_process = any(part.by == "process" for part in parts)
         processes += by_process

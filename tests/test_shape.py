@@ -137,7 +137,7 @@ BUDGET = {
     "replicate": 1690,
     "rng": 410,
     "run": 7220,
-    "shard": 4855,
+    "shard": 4860,
     "shm": 2030,
     "state": 1705,
     "step": 2650,
