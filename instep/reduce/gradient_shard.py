@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "linalg_norm", "vector_norm", "norm"})
 ZEROS = frozenset({"zero_", "_foreach_zero_"})
 DATA = torch._C.TensorBase.__dict__["data"]
-# Gives a shard of a gradient, too, which programs set as ``.grad`` or take the norm of. Not ``clone``, with
-# which optimizers make moments.
 PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__"})
+# Their results are shards again: programs set them as ``.grad``, or take their norm. Not so ``clone``, with
+# which optimizers make moments.
 STAY_SHARDS = PRODUCTS | {"add", "clamp", "clip", "detach", "float", "nan_to_num", "neg", "sub"}
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -67,21 +67,18 @@ class GradientShard(Tensor):
         if called in STAY_SHARDS or getattr(func, "__self__", None) is DATA:
             of = next((x for x in tree_leaves(args) if isinstance(x, cls)), None)
             if of is not None and type(made) is Tensor and made.shape == of.shape:
-                return _shard_like(of, made)
+                return _shard_of(made, of.instep_name, of.instep_owner, of.instep_is_part)
         return made
 
 
 def gradient_shard(values: Tensor, name: str, owner: ShardOwner, *, is_part: bool) -> GradientShard:
     """``values``, which stay where they are, as the gradient of this rank's shard of parameter ``name``."""
-    x: GradientShard = Tensor._make_subclass(GradientShard, values)
-    x.instep_name, x.instep_owner, x.instep_is_part = name, weakref.ref(owner), is_part
-    return x
+    return _shard_of(values, name, weakref.ref(owner), is_part)
 
 
-def _shard_like(shard: GradientShard, values: Tensor) -> GradientShard:
+def _shard_of(values: Tensor, name: str, owner: weakref.ref[ShardOwner], is_part: bool) -> GradientShard:
     x: GradientShard = Tensor._make_subclass(GradientShard, values)
-    x.instep_name, x.instep_owner = shard.instep_name, shard.instep_owner
-    x.instep_is_part = shard.instep_is_part
+    x.instep_name, x.instep_owner, x.instep_is_part = name, owner, is_part
     return x
 
 

@@ -69,8 +69,8 @@ class Gathers:
             if unit.work is None and not unit.is_current:
                 require_outside_transform(unit)
                 unit.allocate()
-                run = partial(self._gather, unit, self._stream.computed())
-                unit.work = self.lane.submit(f"the gather of unit {unit.name!r}", run)
+                name = _gathering(unit)
+                unit.work = self.lane.submit(name, partial(self._gather, unit, name, self._stream.computed()))
 
     def need(self, units: Iterable[Unit]) -> None:
         """Gather those of ``units`` that are not here, wait, and show them.
@@ -99,8 +99,7 @@ class Gathers:
 
     def masters(self, unit: Unit) -> list[Tensor]:
         """All parameters of ``unit``, as the optimizer steps them, in new memory. Collective."""
-        flat = unit.masters()
-        name = f"the gather of unit {unit.name!r}"
+        flat, name = unit.masters(), _gathering(unit)
 
         def gather() -> None:
             self._announce(unit.number, name)
@@ -140,8 +139,7 @@ class Gathers:
         if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
             self.lane.reset()
 
-    def _gather(self, unit: Unit, computed: Any) -> None:
-        name = f"the gather of unit {unit.name!r}"
+    def _gather(self, unit: Unit, name: str, computed: Any) -> None:
         with self._stream.after(computed):
             self._announce(unit.number, name)
             self._fill(unit, name)
@@ -204,6 +202,10 @@ class Gathers:
 
     def _describe(self, number: int) -> str:
         return "nothing" if number == IDLE else f"unit {self._units[number].name!r}"
+
+
+def _gathering(unit: Unit) -> str:
+    return f"the gather of unit {unit.name!r}"
 
 
 class UnitHooks:

@@ -208,9 +208,8 @@ class Unit(Home):
 
     def forget(self) -> None:
         """Gather again before the next use, whether ``flat`` has the values or not."""
-        if self.group.size > 1:
-            self.free()
-            self._gathered_versions = []
+        self.free()
+        self._gathered_versions = []
 
     def free(self) -> None:
         """Give the memory of the whole weights back, unless it is kept."""

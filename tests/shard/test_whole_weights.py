@@ -281,12 +281,13 @@ def test_ranks_that_run_other_units_all_raise_and_name_them(mesh: Mesh) -> None:
     model.close()
 
 
+def fail(*_: Any) -> None:
+    raise ArithmeticError("planted")
+
+
 @world(2)
 def test_a_forward_that_raises_on_one_rank_is_told_to_the_other(mesh: Mesh) -> None:
     model = instep.fully_shard(filled(Stack()), mesh)
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("planted")
 
     handle = model.layers[1].register_forward_hook(fail) if mesh.rank else None
     with pytest.raises(ArithmeticError if mesh.rank else Desync, match=r"planted|rank 1 left"):
@@ -319,15 +320,24 @@ def test_the_step_after_a_forward_that_raised_gathers_the_same_units(mesh: Mesh,
     loss_of(model).backward()  # from now on units are prefetched
     AdamW(model.parameters(), fused=True).step()
 
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("planted")
-
     handle = model.layers[0].register_forward_pre_hook(fail) if mesh.rank else None
     with pytest.raises((ArithmeticError, Desync)):
         loss_of(model)
     if handle is not None:
         handle.remove()
     loss_of(model).backward()
+    model.close()
+
+
+def test_a_rank_alone_computes_with_what_is_written_through_data() -> None:
+    """Weights in another dtype were not cast again."""
+    model = instep.fully_shard(nn.Linear(4, 4), world_of_one(), 2, compute_dtype=torch.bfloat16)
+    x = torch.ones(2, 4)
+    model(x)
+    with instep.gathered(model):
+        for p in model.parameters():
+            p.data.zero_()
+    assert not model(x).any()
     model.close()
 
 
