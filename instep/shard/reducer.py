@@ -263,7 +263,10 @@ class SliceReducer(Reduction):
 
     def leave(self) -> None:
         if self.plan is not None:
-            self._gathers.leave()
+            if self.plan.declared:
+                self._gathers.leave()
+            else:
+                self._gathers.interrupted()
             super().leave()
 
     def _next_header(self, plan: StepPlan) -> Header | None:
@@ -282,7 +285,7 @@ class SliceReducer(Reduction):
         self.buckets, self._works = [], []
 
     def interrupted(self) -> None:
-        self._gathers.leave()
+        self._gathers.interrupted()
 
     def backward_ended(self) -> None:
         self.ended()
