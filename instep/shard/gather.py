@@ -120,7 +120,7 @@ class Gathers:
             following.wait()
 
     def interrupted(self) -> None:
-        """As ``leave``, outside of a declared step, where no rank follows: unless all ranks have all units."""
+        """As ``leave``, outside of a declared step (no rank follows): unless all ranks have all units."""
         if not all(unit.keeps and (unit.is_current or unit.work is not None) for unit in self._units):
             self.leave()
 
