@@ -1,31 +1,20 @@
-"""``instep train``: a recipe, which is a script, on ranks of this host or on those of a launcher."""
+"""``instep train``: the text recipe, which is a script, on ranks of this host or on those of a launcher."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
 from instep.cli import run
-from instep.cli.exit_codes import USAGE, exit_code, report_error
+from instep.cli.exit_codes import exit_code, report_error
 from instep.launch.launch_environment import detect
 from instep.recipes.text_config import Config, check_ranks, check_rows, check_world, local_ranks
 from instep.recipes.text_options import PROGRAM, parse
 
-TEXT = "text"
-SCRIPTS = {"images": "ImagesConfig", "pairs": "PairsConfig"}  # other recipes, and their options
-
 
 def main(args: Sequence[str]) -> int:
     """Train as ``args`` say; return the exit code."""
-    if args and args[0] in SCRIPTS:
-        return _train_by_script(args[0], args[1:])
-    if args and args[0] == TEXT:
-        args = args[1:]
     speaks = True
     try:
         # All ranks read the same words, and until they have met, the first of each host speaks for it.
@@ -80,25 +69,3 @@ def _num_ranks(config: Config) -> int:
     ranks = local_ranks(config, len(os.sched_getaffinity(0)))
     check_rows(ranks, config.parallel.shard_ranks)
     return ranks
-
-
-def _train_by_script(recipe: str, args: Sequence[str]) -> int:
-    """Run the script of ``recipe``: words of ``instep run``, and its own in any order; the exit code."""
-    program = f"{PROGRAM} {recipe}"
-    words = argparse.ArgumentParser(prog=program, allow_abbrev=False, add_help=False)
-    run.add_words(words)
-    own = importlib.import_module(f"instep.recipes.{recipe}_config")
-    speaks = True
-    try:
-        speaks = detect(os.environ).local_rank == 0
-        given, rest = words.parse_known_args(args)
-        if "-h" in rest or "--help" in rest:
-            print(f"{words.format_help()}\nand of the recipe:\n")
-        # Here already: a mistyped flag need not wait for torch, nor be told by every rank.
-        tyro.cli(getattr(own, SCRIPTS[recipe]), prog=program, args=rest, console_outputs=speaks)
-        given.script, given.arguments = Path(str(own.__file__)).with_name(f"{recipe}.py"), rest
-        return run.run_script(given)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else USAGE
-    except (Exception, KeyboardInterrupt) as error:
-        return report_error(program, error) if speaks else exit_code(error)

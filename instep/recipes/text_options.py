@@ -20,9 +20,6 @@ SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "faul
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
-Other recipes: instep train images --help (a conv net on drawn shapes) and instep train pairs --help (a
-classifier of sentence pairs by Hugging Face's libraries).
-
 Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
 """
 

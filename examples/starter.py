@@ -1,7 +1,7 @@
 """A training script to start from: a small net on made-up data, for your own model, data and loss.
 
 python SCRIPT                      one process
-instep run -n 4 SCRIPT             four, of which any may die: another one takes its place
+instep run -n 4 SCRIPT             four; one that dies is replaced
 torchrun --nproc-per-node 4 SCRIPT
 """
 
@@ -33,7 +33,7 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 run.register(model=model, optimizer=optimizer, schedule=schedule, data=data)
 
 for step in run.steps(300):  # goes on where the newest whole state is
-    with step:  # what a lost rank breaks in here is made again, by all
+    with step:  # if a rank dies in here, all ranks retry the step
         losses = []
         for micro_batch in model.micro_batches(data):
             x, y = micro_batch.data
