@@ -29,7 +29,7 @@ from instep.run.display import Display
 from instep.run.folder import METRICS, SUMMARY
 from instep.run.ledger import part_begins
 from instep.run.loggers import Loggers
-from instep.run.memory_usage import run_memory, words
+from instep.run.peak_memory import peak_memory, words
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
@@ -212,7 +212,7 @@ class Generation:
             json.dumps(training.timing.breakdown(begun["first_step"]).to_json()).encode(),
             "the gathering of breakdowns",
         )
-        memory = run_memory(training)
+        memory = peak_memory(world, training.mesh.device)
         state = training.state_sha256() if training.owns else ""
         training.heartbeat.enter("summary")
         # The others wait for rank 0 here: some launchers end all ranks when the first has ended.

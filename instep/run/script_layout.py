@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
-from instep.run.memory_formula import stage_of
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
 from instep.state.homes import Wrapped, offered, shape_of
@@ -143,6 +142,11 @@ def _nodes(training: ScriptTraining) -> str:
     return "".join(
         f", nodes in {nodes}" for nodes in dict.fromkeys(x.nodes for x in wrapped if x.nodes != Wrapped.nodes)
     )
+
+
+def stage_of(model: Any) -> int:
+    """Of ``fully_shard``, as the wrapped ``model`` says; else 0."""
+    return int((getattr(model, "placement", None) or {}).get("stage", 0))
 
 
 def _stage(registered: Registered) -> int:

@@ -29,8 +29,6 @@ from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
-from instep.run.memory_formula import state_bytes
-from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.run.rank_state import Made, RankState
 from instep.run.recovery import Built, send
 from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
@@ -337,15 +335,6 @@ class ScriptTraining:
             placed = getattr(model, "placement", None) or {}
             found |= {name: placed[name] for name in ("cuts",) if name in placed}
         return found
-
-    def memory_usage(self) -> MemoryUsage:
-        """What this rank holds, of all models and optimizers together."""
-        models = list(self.registered.models.values())
-        return memory_usage(self.module, self.state.optimizer, models[0] if len(models) == 1 else self.module)
-
-    def memory_estimate(self) -> dict[str, int | float] | None:
-        """Of what is registered."""
-        return state_bytes(self.registered)
 
     # The contract.
 

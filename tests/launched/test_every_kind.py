@@ -131,14 +131,6 @@ def test_a_disturbed_run_is_the_run_that_nothing_disturbed(
         verify(each)
 
 
-def test_a_stage_divides_the_moments(recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path) -> None:
-    ended = train(*recipe, STAGE, 1, "-n", 2, "--run-dir", "run", cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    moments = sum(row["optimizer"] for row in summary(tmp_path / "run")["memory"]["ranks"])
-    alone = summary(undisturbed)["memory"]["ranks"][0]["optimizer"]
-    assert moments == pytest.approx(alone, rel=0.05)
-
-
 def test_a_fault_in_what_one_rank_holds_is_seen_in_the_hashes_of_all(
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -120,19 +120,11 @@ def test_items_and_how_many_they_are_go_together(words: dict[str, Any], said: st
         begin(**words)
 
 
-def test_a_run_tells_its_memory_beside_the_formula(begin: Begin, tmp_path: Path) -> None:
+def test_a_run_tells_its_measured_memory(begin: Begin, tmp_path: Path, capsys: Any) -> None:
     begin("counted").train()
-    counted = summary(tmp_path / "counted")
-    (row,) = counted["memory"]["ranks"]
-    size = 4 * 3 + 3 + 3 * 2 + 2
-    assert counted["memory"]["formula"] == {
-        "bytes_per_parameter": 16,
-        "parameters": 4 * size,
-        "gradients": 4 * size,
-        "optimizer": 8 * size,
-    }
-    assert row["parameters"] == 4 * size
-    assert row["optimizer"] >= 8 * size  # and a count of steps for each parameter
+    (row,) = summary(tmp_path / "counted")["memory"]["ranks"]
+    assert row["rank"] == 0 and row["resident_peak"] > 1 << 20
+    assert "memory at most " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["step", "norm", "rate", "step_ms"])
