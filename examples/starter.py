@@ -11,7 +11,7 @@ from torch import nn
 import instep
 
 # The run: its folder, and who has started this process. Everything below runs in every process.
-run = instep.Run("runs/mine", checkpoint_every=100)
+run = instep.Run("runs/mine", checkpoint={"every": 100})
 
 # Your data: anything with len() and data[i]. One sample is one row here: a tensor (16,) and its class.
 torch.manual_seed(0)  # the same data and the same first weights in every process

@@ -1,16 +1,17 @@
-"""``instep train``: the text recipe, which is a script, on ranks of this host or on those of a launcher."""
+"""``instep train``: ``instep run`` on the script that the package ships, whose settings are flags."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from instep.cli import run
 from instep.cli.exit_codes import exit_code, report_error
 from instep.launch.launch_environment import detect
 from instep.recipes.text_config import Config, check_ranks, check_rows, check_world, local_ranks
-from instep.recipes.text_options import PROGRAM, parse
+from instep.recipes.text_options import LAUNCH, PROGRAM, parse
 
 
 def main(args: Sequence[str]) -> int:
@@ -37,27 +38,17 @@ def train(config: Config, ranks: int) -> int:
     from instep.run import launch_script, loggers
     from instep.run.script import ScriptCall
 
-    loggers.check(config.logs.names)
+    loggers.check(config.record.loggers)
     parallel = config.parallel
     wanted = resolve(parallel.named_device, parallel.named_backend, 1)
     if wanted.type == "cuda" and not config.ranks and ranks > 1 and detect(os.environ).source == "single":
         ranks = min(ranks, num_gpus() if wanted.index is None else 1)
-        check_rows(ranks, parallel.shard_ranks)
+        check_rows(ranks, parallel.shard)
     for fault in parse_all(config.fault):
         check_ranks(config, fault.ranks)
-    call = ScriptCall(
-        path=Path(str(text.__file__)),
-        main=text.main,
-        config=config,
-        run_dir=config.run_dir,
-        resume=config.resume,
-        accept_contract=config.accept_contract,
-        stop_after=config.stop_after,
-        fault=config.fault,
-        timeout_s=config.timeout_s,
-        threads=config.parallel.threads,
-    )
-    return launch_script.launch_script(call, ranks=ranks, min_ranks=config.min_ranks)
+    given = {name: getattr(config, name) for name in LAUNCH if getattr(config, name) is not None}
+    call = ScriptCall(path=Path(str(text.__file__)), main=text.main, config=config, given=given)
+    return launch_script.launch_script(call, replace(config, ranks=ranks))
 
 
 def _num_ranks(config: Config) -> int:
@@ -67,5 +58,5 @@ def _num_ranks(config: Config) -> int:
         check_world(config, place.world_size, restarted=bool(place.restart_count))
         return place.world_size
     ranks = local_ranks(config, len(os.sched_getaffinity(0)))
-    check_rows(ranks, config.parallel.shard_ranks)
+    check_rows(ranks, config.parallel.shard)
     return ranks

@@ -194,6 +194,8 @@ class Supervisor:
                     self._give_places()
                 else:  # it replaces a rank that was lost meanwhile
                     worker.give_place(worker.place)
+            case "deadline":  # of the script, which the command may not know
+                self.options = replace(self.options, timeout_s=message["seconds"])
             case "snapshot":
                 generation, rank = message["generation"], message["rank"]
                 self._snapshots.add(SnapshotHandle(message["place"], generation, rank, message["num_ranks"]))
@@ -404,7 +406,9 @@ class Supervisor:
 
     def _begin_generation(self) -> None:
         """Assign the ranks of the next generation, if all its members are ready."""
-        if ended := [worker.rank for worker in self.members if worker.finished is not None]:
+        ended = [worker.rank_or_number for worker in self.members if worker.finished is not None]
+        # Before they meet they run on their own, and may all end without a loop.
+        if ended and (self.generation or all(w.ready or w.finished is not None for w in self.members)):
             raise RunFailed(
                 f"rank {ended[0]} has ended, and others go on: let all ranks end after the same step",
                 self.retries.in_a_row,

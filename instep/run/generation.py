@@ -274,19 +274,19 @@ class Generation:
     def _loggers(self, written: int) -> Loggers:
         config, rank = self.training.config, self.training.mesh.rank
         return Loggers(
-            config.logs.names,
+            config.record.loggers,
             self.path,
             asdict(self.training.settings),
             rank=rank,
             written=written,
-            project=config.logs.wandb_project,
+            project=config.record.wandb,
             timeout_s=min(30.0, config.timeout_s / 4),  # the other ranks wait for this one
             say=self.display.say,
         )
 
     def _record(self) -> None:
         """From now on, what this rank does is on disk, to be read at any time."""
-        mesh, capacity = self.training.mesh, self.training.config.trace.events
+        mesh, capacity = self.training.mesh, self.training.config.record.events
         if not capacity:  # on no rank
             return
         placed, run = trace_files.head_of(mesh.world.group), trace_head(self.training)
@@ -318,7 +318,7 @@ class Generation:
         slow = None
         try:
             slow = self.training.timing.slow(REMEMBERED)
-            if not self.training.config.trace.events:
+            if not self.training.config.record.events:
                 return Analysis({}, breakdowns, [], slow, [])
             traces = trace_files.read_traces(self.path / trace_files.FOLDER)
             done = self.training.steps_done  # a rank that is gone may have made more

@@ -15,20 +15,23 @@ import torch
 
 from instep.checkpoint.registered import Registered
 from instep.run.script_training import ScriptTraining
-from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.settings import ScriptBatch, ScriptConfig, ScriptOptimizer
 from instep.state.homes import Wrapped, offered, shape_of
 
 LISTED = 8  # ranks, whose shares are told one by one
 
 
-def layout_of(registered: Registered, settings: ScriptSettings, backend: str) -> ScriptSettings:
-    """``settings`` with what wrappers, optimizers and loaders say of themselves."""
+def layout_of(registered: Registered, config: ScriptConfig) -> ScriptConfig:
+    """``config`` with what wrappers, optimizers and loaders say of themselves."""
     placed: dict[str, Any] = {}
     for model in registered.models.values():
         placed |= getattr(model, "placement", None) or {}
-    known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
-    known |= {"backend": backend, "threads": torch.get_num_threads(), "shard_stage": _stage(registered)}
-    layout = ScriptLayout(**known)
+    names = ["strategy", "bucket_mb", "ordered", "schedule"]
+    known: dict[str, Any] = {name: placed[name] for name in names if name in placed}
+    cuts = placed.get("cut_by", "")
+    known["cuts"] = cuts if isinstance(cuts, str) else tuple(cuts)
+    threads, stage = torch.get_num_threads(), _stage(registered)
+    layout = dataclasses.replace(config.parallel, **known, threads=threads, shard_stage=stage)
     loader = _loader(registered)
     batch = ScriptBatch()
     if loader is not None:
@@ -38,7 +41,7 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
         )
     name = next((type(x).__name__ for x in registered.optimizers.values()), "")
     optimizer = ScriptOptimizer(name=name.lower())
-    return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)
+    return dataclasses.replace(config, parallel=layout, batch=batch, optim=optimizer)
 
 
 def shard_axis(num_ranks: int, asked: int) -> int:

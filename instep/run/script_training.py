@@ -31,7 +31,7 @@ from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
 from instep.run.rank_state import Made, RankState
 from instep.run.recovery import Built, send
-from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
+from instep.run.settings import ScriptBatch, ScriptCommand, ScriptConfig
 from instep.run.timing import Timing
 from instep.run.toml import to_toml
 from instep.state.hash import Sampled, SharedHash, bare
@@ -60,7 +60,7 @@ class ScriptTraining:
 
     def __init__(
         self,
-        settings: ScriptSettings,
+        settings: ScriptConfig,
         registered: Registered,
         heartbeat: Heartbeat,
         *,
@@ -101,23 +101,24 @@ class ScriptTraining:
         written = to_toml(self.settings)
         if self.script_config is None or not self.config.script:
             return written
-        command = ScriptCommand(script=self.config.script, arguments=self.config.arguments)
+        config = self.config
+        command = ScriptCommand(script=config.script, module=config.module, arguments=config.arguments)
         return to_toml(command) + written
 
     @property
     def loss_unit(self) -> str:
         """As the script says."""
-        return self.config.loss_unit
+        return self.config.record.loss_unit
 
     @property
     def items_per_step(self) -> int:
         """As the script says; else samples, where a loader does; else steps are counted."""
-        return self.config.items_per_step or self.config.batch.global_size or 1
+        return self.config.record.items_per_step or self.config.batch.global_size or 1
 
     @property
     def item(self) -> str:
         """What the throughput counts."""
-        return self.config.items or ("samples" if self.config.batch.global_size else "steps")
+        return self.config.record.items or ("samples" if self.config.batch.global_size else "steps")
 
     @property
     def step_mode(self) -> str | None:

@@ -15,7 +15,7 @@ from tests.launched.command import assert_same_run, events, faults, hashes_of, s
 from tests.launched.conftest import STEPS
 
 SLOW = pytest.mark.slow
-STAGE, ROWS = "--parallel.shard-stage", "--parallel.shard-ranks"
+STAGE, ROWS = "--parallel.shard-stage", "--parallel.shard"
 PP, SCHEDULE, CUTS = "--parallel.pp", "--parallel.schedule", "--parallel.cuts"
 STOPPED = 75
 
@@ -30,7 +30,7 @@ class Leg:
     says: tuple[str, ...] = ()
 
 
-OFTEN = "-n 2 --checkpoint.every 2 --ledger.every 1"
+OFTEN = "-n 2 --checkpoint.every 2 --record.hash-every 1"
 KILLS = """
 kill:rank=1,step=2,phase=exchange kill:rank=1,step=3,phase=backward kill:rank=0,step=4,phase=update
 kill:rank=1,step=5,phase=hash kill:rank=0,step=6,phase=snapshot

@@ -39,7 +39,7 @@ def test_a_rank_that_takes_a_lost_ones_place_has_no_hashes_and_none_waits_for_th
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
     """Survivors gathered those of the step before, without it, until the deadline; twice ended the run."""
-    flags = (*recipe, "--ledger.leaves", "--timeout-s", 20, "-n", 2, "--run-dir", "run")
+    flags = (*recipe, "--record.leaves", "--timeout-s", 20, "-n", 2, "--run-dir", "run")
     ended = train(*flags, *faults("kill:rank=1,step=2,phase=gather"), cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert "never came" not in ended.err

@@ -40,7 +40,8 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Come]:
     page = HeartbeatPage.create()
     ours, theirs = Pipe()
     begun = Started(
-        ControlChannel(WorkerSpec(0, page.file, theirs)), ScriptCall(Path(), run_dir=tmp_path / "run")
+        ControlChannel(WorkerSpec(0, page.file, theirs)),
+        ScriptCall(Path(), given={"run_dir": str(tmp_path / "run")}),
     )
 
     def new(data: str, contract: int) -> str:
