@@ -393,7 +393,11 @@ class ScriptTraining:
     @cached_property
     def canary(self) -> str:
         """The hash of what this process computes of a small model of its own."""
-        return canary(next((p.device for p in self.module.parameters()), torch.device("cpu")))
+        return canary(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
 
 def _ignore(phase: str) -> None:
