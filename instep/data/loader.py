@@ -54,7 +54,7 @@ class Loader:
     Each micro-batch has its samples in ``micro_batch.data``: the same on any number of ranks. Every epoch has
     each sample once, in an order of its own; the stream of epochs has no end, and a step may have samples of
     two of them. ``position`` counts the samples of all steps so far; it is all that has to be kept to go on
-    in the middle of an epoch, on any number of ranks (``instep.save(..., data_cursor=loader.position)``).
+    in the middle of an epoch, on any number of ranks (``instep.save(..., data=loader)``).
 
     Worker processes begin with the first step, or by ``start``, and read ahead for the steps to come.
     ``close`` ends them.
