@@ -44,6 +44,6 @@ def made(compiled: str = "", *, whole: bool = False) -> nn.Sequential:
 @pytest.mark.parametrize("whole", [False, True])
 def test_one_is_refused(wrap: Callable[[nn.Module], object], compiled: str, whole: bool) -> None:
     with pytest.raises(
-        ValueError, match="is a TorchScript module, which takes no hooks: .* the Python module"
+        ValueError, match=r"is a TorchScript module, which takes no hooks: .* the Python module"
     ):
         wrap(made(compiled, whole=whole))
