@@ -195,7 +195,8 @@ class TrainingState:
         for name, x in found.items():
             if not isinstance(x, Tensor):
                 raise TypeError(
-                    f"{name}: expected a tensor in the state dict, got {type(x).__name__}: pass it as extra"
+                    f"{name}: expected a tensor in the state dict, got {type(x).__name__}: keep it in an "
+                    "object of its own, and save that, too"
                 )
         return found
 
@@ -230,16 +231,19 @@ class TrainingState:
             self._put_optimizer([x for x in values if x.name.startswith(OPTIMIZER)], options)
         self.group.barrier("the loading of a state")
 
-    @property
-    def declared_steps(self) -> int | None:
-        """How many there have been, where a wrapper counts them: random numbers are keyed by it."""
+    def counters(self) -> dict[str, Any]:
+        """What counts the declared steps of each model, by its name, where a wrapper does."""
         counter = None if self._wrapped is None else self._wrapped.counter
-        return None if counter is None else counter.next_step
+        return {} if counter is None else {"model": counter}
 
-    def resume_at(self, step: int) -> None:
-        """Declared steps go on to be counted from ``step``, where a wrapper counts them."""
-        if self._wrapped is not None and self._wrapped.counter is not None:
-            self._wrapped.counter.next_step = step
+    def resume_at(self, step: int, options: Json) -> None:
+        """Random numbers are keyed by the number of a declared step: count on from where a state with
+        ``options`` was saved, or from ``step`` where nothing counted."""
+        counters, counted = self.counters(), (options or {}).get("declared_steps", {})
+        if len(counters) == len(counted) == 1:
+            counted = dict.fromkeys(counters, *counted.values())
+        for name, counter in counters.items():
+            counter.next_step = counted.get(name, step)
 
     def settled(self) -> None:
         """All ranks have compared the hash of this state. Of a divided one that is each shard once, and not
