@@ -162,7 +162,7 @@ class Supervisor:
                 self._handle_exits(ended)
             if self.asked and not self.page.stop:
                 self.page.stop = True
-                text = "ending after this step, with a checkpoint; once more ends at once"
+                text = "stopping after this step, with a checkpoint; a second signal stops at once"
                 self.options.say(f"{self.asked[0]}: {text}")
             if time.monotonic() - self._looked >= LOOK_S:
                 self._look()
@@ -177,7 +177,7 @@ class Supervisor:
         for number, fault in enumerate(self.options.faults):
             happens_once = fault.kind != "nan" and fault.steps == 1
             if happens_once and not self.page.fired(number):
-                self.options.say(f"--fault {fault} did not happen: the run did not come to it")
+                self.options.say(f"--fault {fault} not triggered: its step or phase was never reached")
 
     def _receive(self, worker: Worker, message: Message) -> None:
         match message["say"]:
@@ -402,7 +402,7 @@ class Supervisor:
             self._start()
         except OSError as error:
             self._spares_lost = MAX_SPARES_LOST
-            self.options.say(f"no spare: {error}; a rank that is lost has to wait for a new process")
+            self.options.say(f"no spare: {error}; a lost rank will wait for a new process")
 
     def _begin_generation(self) -> None:
         """Assign the ranks of the next generation, if all its members are ready."""

@@ -235,7 +235,7 @@ class Generation:
             recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
             if training.generation > 1 and before and before[-1]["fingerprint"] != ours:
                 raise ContractBroken(
-                    "the ranks would go on under another contract than the one they began with:\n  "
+                    "the ranks' numerical configuration is no longer the one the run began with:\n  "
                     + "\n  ".join(differences(before[-1]["numerical"], training.contract))
                 )
             now = {"step": training.steps_done, "generation": training.generation}

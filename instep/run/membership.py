@@ -156,7 +156,5 @@ def require_contract(contract: dict[str, Any], own: int, number: int, path: Path
     with suppress(OSError, ValueError):  # for words alone
         run = starts(path)[-1:]
         lines = differences(run[0]["numerical"], contract, ("in the run", "now")) if run else []
-    why = (
-        f"make these what they were: {'; '.join(lines)}" if lines else "from the same numbers: try its cores"
-    )
-    raise ContractBroken(f"it would compute other bits than the ranks of the run, and takes no part; {why}")
+    why = f"restore these: {'; '.join(lines)}" if lines else "its canary: suspect the cores that it runs on"
+    raise ContractBroken(f"not admitted: its numerical configuration differs from the run's; {why}")

@@ -21,8 +21,8 @@ from instep.run.membership import supervised
 from instep.run.settings import ScriptCommand
 
 NO_GROUP = (
-    "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
-    "init_process_group() out of the script, and use run.mesh there"
+    "Under `instep run` ranks form a group where the loop over run.steps begins, and a new one when a rank "
+    "is lost: take init_process_group() out of the script, and use run.mesh"
 )
 OWN = "instep"
 MAIN = ("__main__", "__mp_main__")  # the second one is multiprocessing's name for the first

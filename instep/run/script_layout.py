@@ -83,13 +83,13 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
         lines.append(global_batch(config.batch, shares, axes.get("pp", 1)))
     if config.parallel.shard_stage and shard not in (-1, 1, found):
         lines.append(
-            f"{counted(size, 'rank')} cannot be cut into shard groups of {shard}: the state is divided among "
-            f"{found}, which changes no bits"
+            f"{counted(size, 'rank')} are no multiple of the shard group of {shard}: the state is divided "
+            f"among {found}, with the same bits"
         )
     if pp not in (-1, 1, axes.get("pp", 1)):
         lines.append(
-            f"{counted(size, 'rank')} cannot be cut into pipelines of {pp}: these have {axes['pp']}, which "
-            "changes no bits"
+            f"{counted(size, 'rank')} are no multiple of a pipeline of {pp}: pipelines have {axes['pp']} "
+            "ranks, with the same bits"
         )
     return lines
 

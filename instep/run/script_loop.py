@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 TOO = "too: torchrun ... -m instep run --resume SCRIPT"
 FORGOTTEN = (
-    "step {} was not entered: write `with step:` around all that it does; the loss of a rank in there is "
-    "what the run survives"
+    "step {} was not entered: write `with step:` around all that it does, so that all ranks can retry it"
 )
 
 
@@ -139,8 +138,8 @@ class ScriptLoop(Iterator[RunStep]):
         run, launch = self.run, self.run._started
         if launch is not None and launch.channel is not None and launch.loops:
             raise RuntimeError(
-                "run.steps: under `instep run` a script has one loop, and this one has had it: write a "
-                "script for each run"
+                "run.steps: under `instep run` a script has one loop, and this one has had its loop: write "
+                "a script for each run"
             )
         registered = Registered(run._objects)
         if not registered.models:

@@ -194,8 +194,8 @@ class ScriptTraining:
         told = world.all_gather_bytes(b"+" if self._built is not None else b"-", OPERATION)
         if b"-" in told:
             raise CheckpointRejected(
-                "no rank has the state of the run any more, and there is no checkpoint yet: start it again, "
-                "in a new folder"
+                "no rank has the run's state, and there is no checkpoint yet: start the run again, in a new "
+                "directory"
             )
 
     def _require_same_build(self) -> None:
@@ -208,8 +208,8 @@ class ScriptTraining:
         if odd:
             raise ContractBroken(
                 f"rank {', '.join(map(str, odd))} has built a model with other values than rank "
-                f"{world.ranks[0]}, and each would keep its shards of its own: call torch.manual_seed with "
-                "the same number on all ranks before the model is made"
+                f"{world.ranks[0]}, so shards would not fit together: call torch.manual_seed with the same "
+                "number on all ranks before the model is made"
             )
 
     def agreed(self) -> None:

@@ -54,7 +54,7 @@ PIPES = ("strategy bucketed, pipelines of 2 ranks (zb-v); ", " x 1 pipeline of 2
 OTHER_PIPES = ("strategy bucketed, stage 1 of sharding, pipelines of 2 ranks (1f1b); ",)
 IN_ROWS = (
     "stage 3 of sharding in shard groups of 2 ranks; ",
-    "3 ranks cannot be cut into shard groups of 2: ",
+    "3 ranks are no multiple of the shard group of 2: ",
 )
 BACKEND = "--parallel.backend"
 # The legs, and how often ranks were started again, where that is certain.

@@ -73,7 +73,7 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
     assert process.returncode == 75, err
-    assert "SIGTERM: ending after this step, with a checkpoint; once more ends at once\n" in err
+    assert "SIGTERM: stopping after this step, with a checkpoint; a second signal stops at once\n" in err
     done = summary(path)["steps"]
     assert 0 < done < LONG
     assert f"stopped after step {done} of {LONG}; --resume goes on\n" in err

@@ -316,7 +316,7 @@ def test_two_commands_do_not_write_to_one_folder_and_a_signal_ends_with_a_checkp
         read_until(first, " 1/12 ")
         second = run("-n", 1, cwd=tmp_path)
         assert second.code == 2
-        assert "another command is at work there" in second.err
+        assert "directory in use by" in second.err
         first.send_signal(signal.SIGTERM)
         _, said = first.communicate()
     assert first.returncode == 75

@@ -66,9 +66,7 @@ def test_as_long_as_the_ranks_have_not_agreed_all_are_ready(number: int, come: C
 
 
 def test_one_that_reads_other_data_is_never_ready_and_names_them(number: int, come: Come) -> None:
-    with pytest.raises(
-        ContractBroken, match=r"^it would compute other bits than the ranks .*: data\.sha256: "
-    ):
+    with pytest.raises(ContractBroken, match=r"^not admitted: .* restore these: data\.sha256: "):
         come("others", number)
 
 

@@ -51,7 +51,10 @@ def test_pipelines_that_ranks_cannot_be_cut_into_are_told(pp: int, num_lines: in
     training = SimpleNamespace(config=config, mesh=mesh, registered=SimpleNamespace(models={}))
     said = introduction(cast(Any, training), Path(), shard=1, pp=pp, is_first=False)
     assert (
-        said == ["3 ranks cannot be cut into pipelines of 2: these have 3, which changes no bits"][:num_lines]
+        said
+        == ["3 ranks are no multiple of a pipeline of 2: pipelines have 3 ranks, with the same bits"][
+            :num_lines
+        ]
     )
 
 

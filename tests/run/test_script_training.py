@@ -179,6 +179,6 @@ def test_a_rank_alone_has_no_state_any_more_when_it_has_left(stage: int) -> None
     assert training.rank_state.holds is Holds.NOTHING
     training.agreed()
     training.join(world_of_one(), wrappers=True)
-    with pytest.raises(CheckpointRejected, match="no rank has the state of the run any more"):
+    with pytest.raises(CheckpointRejected, match="no rank has the run's state"):
         training.begin()
     training.leave()
