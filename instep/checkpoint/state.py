@@ -164,6 +164,8 @@ class TrainingState:
         """
         if self.optimizer is None or self.steps is None:
             return None
+        for local in self.steps.locals:
+            _require_state_by_parameter(local)
         found = {
             "class": _classes(self.steps),
             "groups": _optimizer_groups(self.module, self.optimizer),
@@ -507,6 +509,21 @@ def _parameter_names(model: nn.Module, optimizer: Optimizer | JoinedOptimizers) 
                 "that the model does not have: pass the model that the optimizer was made for"
             )
     return {parameter: names[parameter] for parameter in owned}
+
+
+def _require_state_by_parameter(optimizer: Optimizer) -> None:
+    """ValueError if it keeps something that belongs to no parameter, which nothing here would carry."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    other: Any = next((key for key in optimizer.state if id(key) not in known), None)
+    if other is None and type(optimizer).state_dict is not Optimizer.state_dict:
+        other = next((key for key in optimizer.state_dict() if key not in ("state", "param_groups")), None)
+    if other is not None:
+        what = f"a tensor of shape {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps state under {what}, which is none of its parameters, and "
+            "would be lost: keep it in a parameter's state, or in an object of its own with state_dict() and "
+            "load_state_dict(), and save that too"
+        )
 
 
 def _plain(key: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from instep.errors import InstepError
 
 MAX_IN_A_ROW = 5
-NUMBER = re.compile(r"(0x[0-9a-f]+|\d+)")
+NUMBER = re.compile(r"0x[0-9a-f]+|\bpid(\(s\))? [0-9, ]+")
 FEW_STEPS = 2  # between two failures of one exception that the steps in between do not excuse
 
 
@@ -43,7 +43,7 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """Its exception without numbers: pids, addresses and samples are others at each try."""
+        """Its exception without pids and addresses, which are others at each try."""
         return NUMBER.sub("#", self.error)
 
     def repeats(self, other: Failure) -> bool:

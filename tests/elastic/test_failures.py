@@ -76,7 +76,7 @@ def test_a_failure_reads_as_a_sentence_and_travels_as_json() -> None:
     assert str(failure(-3, rank=-1)).startswith("a spare (pid 97), after step 3")
 
 
-def test_an_exception_is_the_same_whatever_numbers_are_in_its_text() -> None:
+def test_an_exception_is_the_same_whatever_pids_and_addresses_are_in_its_text() -> None:
     limit = RetryLimit()
     limit.add(failure(1, error="ValueError: what is this? in worker 0 (pid 4711), at 0x7f3a"))
     with pytest.raises(RunFailed, match="the same exception came twice at the same step"):
