@@ -156,5 +156,9 @@ def require_contract(contract: dict[str, Any], own: int, number: int, path: Path
     with suppress(OSError, ValueError):  # for words alone
         run = starts(path)[-1:]
         lines = differences(run[0]["numerical"], contract, ("in the run", "now")) if run else []
-    why = f"restore these: {'; '.join(lines)}" if lines else "its canary: suspect the cores that it runs on"
-    raise ContractBroken(f"not admitted: its numerical configuration differs from the run's; {why}")
+    why = (
+        f"its numerical configuration differs from the run's; restore these: {'; '.join(lines)}"
+        if lines
+        else "it computes other numbers with the run's own configuration; suspect its cores"
+    )
+    raise ContractBroken(f"not admitted: {why}")
