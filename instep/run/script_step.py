@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,12 +28,13 @@ from instep.events import GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
+from instep.record.step_lines import BUBBLE_MS, RESERVED, Made
 from instep.reduce.norm import Clips, clipping, grad_norm, norm_over
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.rng.generators import global_generators, seed_generator
 from instep.rng.keys import derive
 from instep.run.nonfinite import NonFiniteSearch
-from instep.run.rank_state import BUBBLE_MS, Holds, Made
+from instep.run.rank_state import Holds
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
 from instep.state.homes import autograd_leaf
@@ -42,8 +42,6 @@ from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
 
 WISHES = ("stop", "regroup", "copy")
-# Figures of a step in metrics.jsonl that are not the script's.
-WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
 OWN = "script"  # the phase of what is no span
 PHASES = {
     **{name: name for name in ("data", "forward", "backward", "update")},
@@ -137,8 +135,10 @@ class StepWork:
                 "step.log: expected to be called inside of `with step:`: what is logged is a part of the step"
             )
         for name, value in figures.items():
-            if name in WRITTEN:
-                raise ValueError(f"step.log: {name}: the run writes one itself: take another name")
+            if name in RESERVED:
+                raise ValueError(
+                    f"step.log: {name}: the run records a field of this name itself: choose another name"
+                )
             if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -196,7 +196,7 @@ class StepWork:
         norm = self._settle_norm()
         health = training.health
         if skipped and health.exhausted and health.planned(training.steps_done) is None:
-            self.search.give_up(skipped, norm)
+            self.search.give_up(skipped, math.nan if norm is None else norm)
         exposed_s, waiting_s, bubble_s = training.timing.waits()
         step_s = time.monotonic() - self._began
         logged = {name: x for name, x in made.items() if name != "loss"}
@@ -204,7 +204,7 @@ class StepWork:
             logged[BUBBLE_MS] = bubble_s * 1e3
         training.rank_state.counted(
             Made(
-                loss=made.get("loss", math.nan),
+                loss=made.get("loss"),
                 rate=self._rate(),
                 norm=norm,
                 step_ms=step_s * 1e3,
@@ -254,10 +254,12 @@ class StepWork:
         handle = poison_gradients(autograd_leaf(named(fault, trained)))
         self._watching.callback(handle.remove)
 
-    def _settle_norm(self) -> float:
+    def _settle_norm(self) -> float | None:
         """The norm of the step's gradient; all ranks have judged by it."""
         norms = self._norms or self._clips.norms
-        norm = math.hypot(*norms) if norms else math.nan
+        if not norms:
+            return None
+        norm = math.hypot(*norms)
         if not self._judged and self._norms:
             self.training.health.judge(norm)
         return norm
@@ -275,10 +277,9 @@ class StepWork:
         for other in global_generators():
             other.key(key)
 
-    def _rate(self) -> float:
-        for optimizer in self.training.registered.optimizers.values():
-            return float(optimizer.param_groups[0].get("lr", math.nan))
-        return math.nan
+    def _rate(self) -> float | None:
+        groups = (optimizer.param_groups[0] for optimizer in self.training.registered.optimizers.values())
+        return next((float(group["lr"]) for group in groups if "lr" in group), None)
 
     def _require_no_gradients(self) -> None:
         """ValueError if the step has left gradients for the update of another: they are in no state."""

@@ -38,7 +38,7 @@ class ChecksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerConfig:
-    """What ledger.jsonl, by which instep compare compares, has beside a sample of the state at each step."""
+    """What steps.jsonl has for instep compare, beside a sample of the state at each step."""
 
     every: int = 50
     """Steps between two hashes of the whole state; 0: at the end only."""
@@ -58,7 +58,7 @@ class TraceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """Where the figures of metrics.jsonl go beside it, from rank 0."""
+    """Where else the figures of steps.jsonl go, from rank 0."""
 
     tensorboard: bool = False
     """Write tensorboard/ in the run directory; needs instep[tensorboard]."""

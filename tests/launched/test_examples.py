@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from instep.launch.launch import launch
-from instep.run.folder import FAULTS, METRICS, SUMMARY
-from instep.run.jsonl import read_lines
+from instep.record.directory import FAULTS, RECORD, SUMMARY
+from instep.record.jsonl import read_lines
 from tests.launched.command import ROOT, instep
 
 SHORTER = {
-    "gan.py": {"STEPS, BATCH, NOISE = 400,": "STEPS, BATCH, NOISE = 8,"},
+    "gan.py": {"RECORD, BATCH, NOISE = 400,": "RECORD, BATCH, NOISE = 8,"},
     "language.py": {"default=150": "default=12"},
     "vision.py": {"NUM_HELD_OUT = 4, 960, 200": "NUM_HELD_OUT = 2, 128, 20"},
 }
@@ -99,11 +99,11 @@ def test_the_images_recipe_has_the_bits_of_one_rank_in_every_stage_and_after_kil
         command = ["run", *words, "--run-dir", run_dir, recipe, "--steps", 8, "--eval-every", 3]
         ended = instep(*command, *sizes.split(), *options, cwd=tmp_path)
         assert ended.code == 0, ended.err
-        lines = read_lines(tmp_path / run_dir / METRICS)
+        lines = read_lines(tmp_path / run_dir / RECORD)
         told = [(x["step"], x["loss"], x.get("accuracy")) for x in lines if "loss" in x]
         figures.append((json.loads((tmp_path / run_dir / SUMMARY).read_text())["state_sha256"], told))
     assert figures[1] == figures[2] == figures[0]
-    assert [step for step, _, accuracy in figures[0][1] if accuracy is not None] == [3, 6, 8]
+    assert [step for step, _, accuracy in figures[0][1] if accuracy is not None] == [2, 5, 7]
 
 
 def test_the_pairs_recipe_has_the_bits_of_one_rank_after_a_kill(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_pairs_recipe_has_the_bits_of_one_rank_after_a_kill(tmp_path: Path) 
     for run_dir, words in (("alone", ["-n", 1]), ("killed", killed)):
         ended = instep("train", "pairs", *words, "--run-dir", run_dir, *sizes.split(), cwd=tmp_path)
         assert ended.code == 0, ended.err
-        last = read_lines(tmp_path / run_dir / METRICS)[-1]
+        last = read_lines(tmp_path / run_dir / RECORD)[-1]
         state = json.loads((tmp_path / run_dir / SUMMARY).read_text())["state_sha256"]
         figures.append((state, last["loss"], last["accuracy"], last["f1"]))
     assert figures[1] == figures[0]

@@ -35,7 +35,7 @@ FEW = [(TEXTS[i % 5], TEXTS[i * i % 6], i % 2) for i in range(30)]
 def figures(where: Path) -> tuple[str, float, float, float]:
     """Of the run there: the hash of its state, and the last loss, accuracy and F1."""
     (summary,) = where.glob("runs/*/summary.json")
-    last = json.loads((summary.parent / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads((summary.parent / "steps.jsonl").read_text().splitlines()[-1])
     state = json.loads(summary.read_text())["state_sha256"]
     return state, last["loss"], last["accuracy"], last["f1"]
 

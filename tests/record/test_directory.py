@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from instep.recipes import text_config
-from instep.run.again import again, word
+from instep.record.directory import CONFIG, command_again, flag_of
 from instep.run.settings import ScriptSettings
-from instep.run.toml import CONFIG, to_toml
+from instep.run.toml import to_toml
 
 LEAVES = ("--stop-after", "3", "--ledger.leaves")
 SCRIPT = ScriptSettings(script="my train.py", arguments=("--lr", "1e-3"))
@@ -36,5 +36,5 @@ def test_it_is_in_the_words_of_what_has_made_the_run(
     settings: object, command: str, leaves: str, tmp_path: Path
 ) -> None:
     (tmp_path / CONFIG).write_text(to_toml(settings))
-    assert again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path)
-    assert word(tmp_path, "--ledger.leaves") == leaves
+    assert command_again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path)
+    assert flag_of(tmp_path, "--ledger.leaves") == leaves

@@ -1,0 +1,61 @@
+"""The run directory: its files by name, and the command that repeats the run. Pure.
+
+    config.toml      the resolved settings          workers.json   rank to process, while the run goes on
+    steps.jsonl      one line per step              checkpoints/   step-00000100/ ...
+    summary.json     the figures of the whole run   faults.jsonl   failures and recoveries
+    trace/           what each rank did when, in its last steps; and what instep report makes of it
+    report.html      by instep report, with report.json        tensorboard/, wandb/   on request
+    run.lock         which process has claimed it, while the run goes on
+
+Rank 0 writes, and the process that starts the ranks; in trace/ every rank has a file.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from instep.regular_files import open_regular
+
+CONFIG = "config.toml"
+RECORD = "steps.jsonl"
+SUMMARY = "summary.json"
+WORKERS = "workers.json"
+FAULTS = "faults.jsonl"
+CHECKPOINTS = "checkpoints"
+# Flags of `instep train`, and their names in `instep run`.
+FLAGS = {"--ledger.leaves": "--leaves", "--ledger.every": "--ledger-every"}
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The settings of the run in ``path``; {} if none can be read."""
+    try:
+        with open(path / CONFIG, encoding="utf-8", errors="replace", opener=open_regular) as file:
+            return tomllib.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def command_again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
+    """The command that repeats the run in ``path``, in ``beside``; "" for a notebook's run.
+
+    ``flags`` are those of ``instep train``.
+    """
+    config = config_of(path)
+    script, arguments = config.get("script"), config.get("arguments", [])
+    if script == "":
+        return ""
+    if isinstance(script, str) and isinstance(arguments, list):
+        own = [FLAGS.get(flag, flag) for flag in flags]
+        words = ["run", "--run-dir", str(beside), *own, script, *map(str, arguments)]
+    else:
+        fresh = ["--no-resume"] if flags else []
+        words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *fresh, *flags]
+    return f"instep {shlex.join(words)}"
+
+
+def flag_of(path: Path, flag: str) -> str:
+    """The name that ``flag`` of ``instep train`` has in the command of the run in ``path``."""
+    return FLAGS.get(flag, flag) if "script" in config_of(path) else flag
