@@ -392,8 +392,7 @@ class ScriptLoop(Iterator[RunStep]):
 
     def leave(self, error: BaseException | None) -> bool:
         """It ends, or has raised ``error``; whether that is taken care of."""
-        skipped = self.work.skipped_by(error)
-        if error is not None and skipped is None:
+        if error is not None:
             self.work.abandon()
             if not isinstance(error, RuntimeError) or self._member is None:
                 self._give_up()
@@ -409,7 +408,7 @@ class ScriptLoop(Iterator[RunStep]):
         try:
             if self.work.closed(self.twice.end):
                 return True
-            self._generation.after.made(self.work.end(skipped))
+            self._generation.after.made(self.work.end())
         except RuntimeError as lost:
             self.work.abandon()
             self._part(lost)

@@ -83,8 +83,8 @@ def test_steps_on_the_list_have_the_same_bits_on_every_placement(
     lines = recorded(tmp_path / "run")
     assert [line.get("skipped", "") for line in lines] == [
         "",
-        "it is 1 in skip_steps, which count from 0",
-        "it is 2 in skip_steps, which count from 0",
+        "step 1 is in skip_steps",
+        "step 2 is in skip_steps",
         "",
     ]
     assert summary(tmp_path / "run")["skipped_steps"] == 0

@@ -436,6 +436,68 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
     ]
 
 
+def test_a_skipped_step_has_one_number_everywhere(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal said "step 4 was skipped" of what the loop and ``skip_steps`` call 3."""
+    begin(skip_steps=(3,)).train(5)
+    assert "step 3 was skipped: step 3 is in skip_steps\n" in capsys.readouterr().err
+    (line,) = (line for line in recorded(tmp_path / "run") if "skipped" in line)
+    assert line["step"] == 3
+
+
+def careful(loop: Loop) -> None:
+    """Optimizer steps that raise are survived, as some scripts have it."""
+    step = loop.optimizer.step
+
+    def survive() -> None:
+        with suppress(Exception):
+            step()
+
+    loop.optimizer.step = survive  # type: ignore[method-assign]
+
+
+def test_what_a_script_catches_around_its_optimizer_hides_no_skipped_step(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """The step was said to be skipped by an exception, which went down with others: it was logged as made."""
+    loop = begin(max_skipped=1)
+    careful(loop)
+    with pytest.raises(instep.errors.Diverged):
+        loop.train(5, before=poisoned(loop, 1, 2, 3))
+    assert [bool(line.get("skipped")) for line in recorded(tmp_path / "run")] == [False, True]
+
+
+def test_the_schedule_and_what_else_follows_the_update_go_on_in_a_skipped_step(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """A skipped step left the block, and so jumped over ``schedule.step()``."""
+    rates = {}
+    for name, steps in (("skipped", (1,)), ("made", ())):
+        loop = begin(name, skip_steps=steps)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+        loop.train(3, after=lambda step, it=schedule: it.step(), schedule=schedule)
+        rates[name] = [line["rate"] for line in recorded(tmp_path / name)]
+        assert all("loss" in line for line in recorded(tmp_path / name))
+    assert rates["skipped"] == rates["made"] == pytest.approx([0.05, 0.025, 0.0125])
+
+
+class Decays(torch.optim.SGD):
+    """Shrinks weights, with a gradient or without."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.99)
+
+
+def test_an_optimizer_that_needs_no_gradient_to_change_weights_is_refused_in_a_skipped_step(
+    begin: Begin,
+) -> None:
+    with pytest.raises(RuntimeError, match=r"step 1 is skipped .* Decays.step\(\) changed parameters"):
+        Loop(begin(skip_steps=(1,)).run, Decays).train(3)
+
+
 def test_a_gradient_that_is_spoiled_after_it_was_clipped_is_seen(begin: Begin, tmp_path: Path) -> None:
     loop = begin()
     weight = next(loop.model.parameters())

@@ -98,17 +98,13 @@ class TextTraining:
         """One optimizer step. Collective."""
         training, work = self.training, self.work
         work.begin({})
-        error = None
         try:
             self._make()
-        except BaseException as raised:
-            error = raised
-        skipped = work.skipped_by(error)
-        if error is not None and skipped is None:
+        except BaseException:
             work.abandon()
-            raise error
+            raise
         work.closed(lambda: False)
-        work.end(skipped)
+        work.end()
         training.agreed()
         assert training.last is not None
         return training.last
