@@ -46,6 +46,7 @@ from instep.state.alignment import align
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
+BEFORE_QUEUES = 20  # at exit multiprocessing closes its queues at 10
 LOOK_S = 2  # from one look to the next whether all worker processes live, while one is waited for
 LATE = "DataLoader timed out"  # so torch begins to say that none has answered
 LOST = "DataLoader worker", LATE  # so torch begins to say that a process has died, or hangs
@@ -332,7 +333,7 @@ class Loader:
             self._loader = DataLoader(**self._options)
         self._stream = iter(self._loader)
         if "num_workers" in self._options:  # also at the exit of a program that does not close this
-            self._end_workers = Finalize(self, _end_workers, (self._stream,), exitpriority=0)
+            self._end_workers = Finalize(self, _end_workers, (self._stream,), exitpriority=BEFORE_QUEUES)
         return self._stream
 
     def _read_here(self, task: Task) -> Any:
