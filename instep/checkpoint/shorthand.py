@@ -32,6 +32,7 @@ from instep.errors import CheckpointRejected
 from instep.net.agree import all_or_none, all_tell, raise_on_all
 from instep.net.process_group import Group, alone
 from instep.state.hash import SharedHash
+from instep.state.homes import JoinedOptimizers
 from instep.state.replicas import ranks_listed
 from instep.state.shards import Shard
 from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
@@ -69,7 +70,7 @@ class Resumed:
 def save(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     step: int,
     data_cursor: int = 0,
@@ -88,7 +89,7 @@ def save(
         directory: of all checkpoints; made if it is not there.
         model: any module, wrapped, sharded or neither. Of a wrapper the number of declared steps so far,
             which key the random numbers, is kept too.
-        optimizer: over parameters of ``model``; None saves the model alone.
+        optimizer: over parameters of ``model``, or a list of several; None saves the model alone.
         step, data_cursor: numbers of your own; ``step`` names the checkpoint.
         rank, world_size: of this process, where ``model`` is not wrapped and so does not know them.
         keep: the newest so many stay, at least 2.
@@ -111,7 +112,7 @@ def save(
         >>> path.name, instep.load("checkpoints", model, optimizer).extra
         ('step-00000100', {'loss': 0.5})
     """
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model, _joined(optimizer))
     state.require_all_replicas()
     rank = state.everyone.rank if rank is None else rank
     if rank and not state.is_divided:
@@ -127,7 +128,11 @@ def save(
     return saving.save(Path(directory), state, draft, keep=keep, timeout_s=state.group.timeout_s)
 
 
-def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> Resumed:
     """Load the newest checkpoint that verifies, in place, on all ranks the same; begin anew if there is none.
 
     Any number of ranks loads what any other has saved, sharded or not. Collective over the ranks that
@@ -142,7 +147,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
         directory: as given to ``save``; it need not be there yet.
         model: as given to ``save``, wrapped or sharded in any other way, or not at all. A wrapper goes on
             counting declared steps, which key random numbers, where it was saved.
-        optimizer: of the class that was saved; None loads the model alone.
+        optimizer: of the class that was saved, or a list as it was saved; None loads the model alone.
 
     Returns:
         A ``Resumed``: ``step`` is where to go on, 0 and nothing touched where there is no checkpoint yet.
@@ -160,7 +165,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
         ...     optimizer.step()
         ...     path = instep.save("checkpoints", model, optimizer, step=step + 1)
     """
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model, _joined(optimizer))
     require_between_steps(list(state.module.parameters()), "instep.load")
     everyone = state.everyone if state.everyone.pg is not None else alone()  # of a closed wrapper, too
     everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
@@ -186,6 +191,10 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
         rejected=tuple(reason for _, reason in found.rejected),
         differences=tuple(differences(found.manifest.numerical, _numerical(state.module))),
     )
+
+
+def _joined(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizer | JoinedOptimizers | None:
+    return JoinedOptimizers(optimizer) if isinstance(optimizer, Sequence) else optimizer
 
 
 @dataclass(frozen=True)
