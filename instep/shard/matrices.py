@@ -5,11 +5,11 @@
     update          each owner steps its own; what the optimizer keeps for a parameter stays with the owner
     share           rank 0 | a0 b0 |   rank 1 | a1 b1 |    the new weights go back to where they came from
 
-Muon makes a whole matrix orthogonal, so no rank can step a part of one. Ranks that shared out its products
-would round them by their number: here an owner computes as one process does.
+Muon makes a whole matrix orthogonal, so no rank can step a part of one. Products that are split over ranks
+would be rounded by the number of ranks; an owner computes them as a single process does.
 
-Bytes that a rank sends in a step, S bytes of parameters: 2 S (W-1)/W^2 to owners, S (W-1)/W^2 back, where
-their weights are even. For the update an owner has memory for weights and gradients of all that it owns.
+Bytes that a rank sends in a step, for S bytes of parameters on W ranks that own equally many: 2 S (W-1)/W^2
+to owners and S (W-1)/W^2 back. During the update it has memory for weights and gradients of all it owns.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.shard.checks import stepping_cost
 from instep.shard.layout import newton_schulz, owners
-from instep.shard.shard_groups import shard_group_of
 from instep.state.homes import JoinedOptimizers, offered
 from tests import kinds
 from tests.kinds import KINDS, LOOPS, STAGES, WIDTH, Program, close
@@ -64,13 +63,11 @@ class Both(Program):
 
     def make(self, module: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
         kind = KINDS[self.kind]
-        model = kind.wrap(module, mesh, find_unused_parameters=True, **kind.options, **self.wrap)
+        model = kind.wrap(module, mesh, find_unused_parameters=True, **kind.options)
         matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) is of] for of in (True, False))
-        if self.kind == "replicated":
-            first = self.optimizer(matrices, lr=0.02)
-        else:
-            first = instep.ShardedOptimizer(matrices, self.optimizer, shard_group_of(mesh), lr=0.02)
-        return model, Pair([first, AdamW(vectors, lr=0.02, fused=True)])
+        whole = kinds.plainly if self.kind == "replicated" else kinds.in_shards
+        first = whole(model, mesh, self.optimizer, matrices, lr=0.02)
+        return model, Pair([first, kind.optimizer(model, mesh, AdamW, vectors, **kinds.FUSED)])
 
 
 class Pair(JoinedOptimizers):
@@ -111,7 +108,7 @@ PLACES: dict[str, tuple[Both, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("kind", [*LOOPS, "stage 3, sharded optimizer"])
 @pytest.mark.parametrize("place", PLACES)
 def test_bits_are_those_of_one_process(place: str, kind: str) -> None:
     program, options = PLACES[place]
