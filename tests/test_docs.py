@@ -33,6 +33,7 @@ SAVED = [
     ("README", "Use", BEGUN),
     ("checkpoint", "Checkpoint", BEGUN),
     ("shard", "Shard", ""),
+    ("shard", "Muon", "instep.init()\nmodel = instep.fully_shard(model)\n"),
     ("use", "Data from a data set", BEGUN),
 ]
 SHARDS = """

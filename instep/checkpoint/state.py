@@ -319,9 +319,10 @@ class TrainingState:
 
     @cached_property
     def _step_homes(self) -> dict[int, Home]:
-        """By the identity of a parameter."""
+        """By the identity of a parameter; of two, that which an optimizer has made of the one it lives in."""
         lived_in = () if self.steps is None else self.steps.homes
-        return {id(p): there for there in lived_in for p in there.parameters}
+        every = [(p, there) for there in lived_in for p in there.parameters]
+        return {id(p): there for p, there in sorted(every, key=lambda x: home(x[0]) is not x[1])}
 
     def _of_parameter(
         self, name: str, x: ParameterShard, value: Tensor, order: Order, there: Home | None

@@ -29,14 +29,13 @@ BITS = 62  # flags per int64 word
 _WORD = (1 << BITS) - 1
 NUM_WORDS = 4  # at least, in the place of flags
 
-REDUCE, COMPARE, UPDATE, NORM, UNSCALE, BARRIER, STATISTICS = range(7)
+REDUCE, COMPARE, UPDATE, NORM, UNSCALE, STATISTICS = range(6)
 OPERATIONS = {
     REDUCE: "the exchange of gradients",
     COMPARE: "optimizer.step() with gradients that no exchange has reduced",
     UPDATE: "optimizer.step()",
     NORM: "clip_grad_norm_",
     UNSCALE: "a GradScaler's unscale_",
-    BARRIER: "a barrier outside of a step (a state dict, or a saved state)",
     STATISTICS: "the exchange of running statistics",
 }
 

@@ -2,8 +2,8 @@
 
 Which classes. An elementwise optimizer computes each new element from the old one, its gradient and its
 moments alone, so a rank can update any part of a parameter. Others look at a whole parameter (Adafactor's
-factors are means over rows and columns, Muon makes a matrix orthogonal), and one that is not known here may.
-The same table says which plain optimizers can step what ``fully_shard`` has cut.
+factors are means over rows and columns, Muon makes a matrix orthogonal), and one that is not known here may:
+each parameter has an owner. The same table says which plain optimizers can step what ``fully_shard`` has cut.
 
 Which parameters. Two sharded optimizers would move each other's memory away, so each claims its parameters.
 Claims are weak on both sides: one ends with the optimizer, or when it is closed.
@@ -16,6 +16,7 @@ later could tell. So ranks compare parameter groups as lines of text before they
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -41,12 +43,14 @@ from torch.optim import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.net.process_group import Group
-from instep.shard.layout import LayoutRule, cut, keep_whole
+from instep.shard.layout import Cost, newton_schulz
 from instep.state import homes
 from instep.state.alignment import sharing
 
 # These classes themselves: a subclass may do anything.
 ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
+# These, and subclasses: owners of matrices are balanced by the work of Newton and Schulz.
+MATRIX = (Muon,)
 
 REFUSED: dict[type[Optimizer], str] = {
     LBFGS: "its step is made of dot products over all parameters and calls the closure again and again: use "
@@ -63,14 +67,11 @@ GUARDED, SEEN = "_instep_guards_state_dict", "_instep_seen_state"  # attributes 
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
 
 
-def is_elementwise(optimizer_cls: object) -> bool:
-    """Whether parts of a parameter can be updated apart."""
-    return isinstance(optimizer_cls, type) and optimizer_cls in ELEMENTWISE
-
-
-def layout_rule(optimizer_cls: object) -> LayoutRule:
-    """``cut`` or ``keep_whole``, whichever is right for the class."""
-    return cut if is_elementwise(optimizer_cls) else keep_whole
+def stepping_cost(optimizer_cls: object) -> Cost | None:
+    """What to balance ranks by, for a class that needs whole parameters; None for an elementwise one."""
+    if not isinstance(optimizer_cls, type) or optimizer_cls in ELEMENTWISE:
+        return None
+    return newton_schulz if issubclass(optimizer_cls, MATRIX) else math.prod
 
 
 def require_shardable(optimizer_cls: object, options: Mapping[str, Any]) -> None:
@@ -101,23 +102,28 @@ def why_not_in_slices(optimizer_cls: type[Optimizer], options: Mapping[str, Any]
         require_shardable(optimizer_cls, options)
     except ValueError as refused:
         return str(refused)
-    if is_elementwise(optimizer_cls):
+    if stepping_cost(optimizer_cls) is None:
         return None
     looks = "looks" if optimizer_cls.__module__.startswith("torch.optim") else "may look"
     return (
-        f"{optimizer_cls.__name__} {looks} at whole parameters, and fully_shard has cut these: use an "
-        "elementwise class such as torch.optim.AdamW, or leave fully_shard out"
+        f"{optimizer_cls.__name__} {looks} at whole parameters, and fully_shard has cut these: make it "
+        f"instep.ShardedOptimizer(parameters, {optimizer_cls.__name__}), which steps each whole on one rank"
     )
 
 
-def why_not_rounded_alike(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the bits of a step would depend on how parameters are cut; None if they do not.
+def rounds_by_cut(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the bits of an elementwise step depend on how parameters are cut.
 
     At the end of each thread's part, torch's loops round some numbers of two bytes in another way than in
     vectors, and where these ends are depends on how long a tensor is. Fused optimizers round all alike.
     """
     loops = (p for group in groups if not group.get("fused") for p in group["params"])
-    if torch.get_num_threads() == 1 or not any(p.itemsize == 2 and p.is_cpu for p in loops):
+    return torch.get_num_threads() > 1 and any(p.itemsize == 2 and p.is_cpu for p in loops)
+
+
+def why_not_rounded_alike(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the bits of a step would depend on how parameters are cut; None if they do not."""
+    if not rounds_by_cut(groups):
         return None
     return (
         "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: "
@@ -227,9 +233,8 @@ def require_no_pipeline(module: nn.Module) -> None:
             )
 
 
-def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], group: Group) -> None:
-    """Raise ``ValueError`` unless the spaces where ``parameters`` live already can be stepped as they are."""
-    given = set(map(id, parameters))
+def require_homes(parameters: Sequence[Tensor], group: Group) -> None:
+    """Raise ``ValueError`` unless ``group`` can step ``parameters`` where they live already."""
     for space in homes.homes(parameters):
         if space.replicas is not None:
             if not set(group.ranks) <= set(space.replicas.data.ranks):
@@ -238,20 +243,11 @@ def require_homes(parameters: Sequence[Tensor], optimizer_cls: type[Optimizer], 
                     f"have the same ones, and the optimizer is for ranks {list(group.ranks)}: pass the mesh "
                     "of the pipeline as process_group"
                 )
-            continue
-        if (problem := why_not_in_slices(optimizer_cls, {})) is not None:
-            raise ValueError(problem)
-        if space.group.ranks != group.ranks:
+        elif space.group.ranks != group.ranks:
             raise ValueError(
                 f"the parameters are divided among ranks {list(space.group.ranks)}, and the optimizer is for "
                 f"ranks {list(group.ranks)}: pass both the same process_group"
             )
-        for name, p in zip(space.names, space.parameters, strict=True):
-            if p.requires_grad and id(p) not in given:
-                raise ValueError(
-                    f"parameter {name!r} is missing: fully_shard has divided it together with others that "
-                    "are given, so pass all of module.parameters() to one optimizer, or freeze it"
-                )
 
 
 def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> None:
@@ -297,10 +293,10 @@ def _called(group: int, position: int, p: Tensor) -> str:
 
 def require_unclaimed(parameters: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if another sharded optimizer, which is not closed, has one of ``parameters``."""
-    if any(map(_owner, parameters)):
+    if any(map(claimant, parameters)):
         gc.collect()  # one that is part of a cycle, with its scheduler for instance, is gone only then
     for i, parameter in enumerate(parameters):
-        if _owner(parameter) is not None:
+        if claimant(parameter) is not None:
             raise ValueError(
                 f"trainable parameter {i}, shape {tuple(parameter.shape)}, belongs to another "
                 "ShardedOptimizer: give each parameter to one, or close() the other first"
@@ -319,12 +315,8 @@ def release(parameters: Sequence[Tensor]) -> None:
         _claims.pop(parameter, None)
 
 
-def claimed(parameter: Tensor) -> bool:
-    """Whether a sharded optimizer, which is not closed, has ``parameter``."""
-    return _owner(parameter) is not None
-
-
-def _owner(parameter: Tensor) -> Optimizer | None:
+def claimant(parameter: Tensor) -> Optimizer | None:
+    """The sharded optimizer, which is not closed, that has ``parameter``."""
     known = _claims.get(parameter)
     owner: Optimizer | None = None if known is None else known()
     return owner
@@ -332,11 +324,10 @@ def _owner(parameter: Tensor) -> Optimizer | None:
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Parameter groups as lines."""
-    return [line for i, group in enumerate(groups) for line in describe_group(i, group)]
+    return [line for i, group in enumerate(groups) for line in _describe_group(i, group)]
 
 
-def describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
-    """A parameter group as lines: its options, then each parameter."""
+def _describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
     lines = [f"parameter group {index}: {options_text(group)}"]
     names = group.get("param_names") or [""] * len(group["params"])
     for k, (name, p) in enumerate(zip(names, group["params"], strict=True)):
@@ -345,18 +336,9 @@ def describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
         dtype = str(p.dtype).removeprefix("torch.")
         lines.append(
             f"parameter {k} of group {index}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, "
-            f"{p.device.type}, {_layout(p)}, {kind}"
+            f"{p.device.type}, {'in order' if homes.home(p) is None else 'divided among ranks'}, {kind}"
         )
     return lines
-
-
-def _layout(p: Tensor) -> str:
-    return "in order" if homes.home(p) is None else "divided among ranks"
-
-
-def class_name(kind: object) -> str:
-    """Where a class is found; what else it is, if it is none."""
-    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,26 +9,26 @@ others. Else each sends it to them: S bytes of parameters, W ranks, S (W-1)/W by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.comm import direct
-from instep.comm.perform import perform
 from instep.memory import align_bytes
-from instep.net.messages import Messages
 from instep.net.process_group import Group
-from instep.shard.layout import FlatLayout, LayoutRule
+from instep.shard.layout import Cost, FlatLayout, cut, keep_whole
+from instep.shard.matrices import OwnedParameters
+from instep.shard.transfer import all_gather
 from instep.shard.unit import Unit
 from instep.state import homes
 from instep.state.homes import Home, ParameterShard
 
 
 class FlatParameters(Home):
-    """``parameters`` of one dtype and device, whole on every rank, in flat memory laid out by ``rule``.
+    """``parameters`` of one dtype and device, whole on every rank, in flat memory: cut anywhere, or, where a
+    ``cost`` of stepping each is given, whole in the slice of one rank.
 
     At construction, collective: the parameters move into it, with the values that they have on the group's
     first rank, or, unless ``aligned``, on each. ``outer`` is a home that they stay in: what ranks of
@@ -41,7 +41,7 @@ class FlatParameters(Home):
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        rule: LayoutRule,
+        cost: Cost | None,
         group: Group,
         *,
         aligned: bool = True,
@@ -49,10 +49,16 @@ class FlatParameters(Home):
     ) -> None:
         first = parameters[0]
         self.outer = outer
+        if outer is not None:
+            outer.make_room()
         self.parameters, self.names = list(parameters), [""] * len(parameters)
         self.group = self.everyone = group
         granule = max(align_bytes(first.device) // first.itemsize, 16)
-        self.layout = rule([p.numel() for p in parameters], group.size, granule)
+        lengths = [p.numel() for p in parameters]
+        if cost is None:
+            self.layout = cut(lengths, group.size, granule)
+        else:
+            self.layout = keep_whole(lengths, group.size, granule, [cost(p.shape) for p in parameters])
         nbytes = self.layout.num_elements * first.itemsize
         segment = group.allocate(nbytes, align_bytes(first.device), first.device)
         flat = segment.elements(first.dtype)[: self.layout.num_elements]
@@ -87,21 +93,14 @@ class FlatParameters(Home):
 
     def share(self, operation: str) -> bool:
         """The own pieces are new; whether the others' are here only after a barrier. Collective."""
-        if self.group.size == 1:
+        if self.others is None:
+            all_gather(self.group, self.flat, operation)
             return False
         length = self.layout.slice_length
-        parts = self.flat.view(torch.uint8).split(length * self.flat.itemsize)
-        if self.others is not None:
-            begin = self.group.rank * length
-            for other in self.others:
-                other[begin : begin + length].copy_(self.flat[begin : begin + length])
-            return True
-        if self.group.prefers_messages and self.flat.device.type == "cpu":
-            messages = Messages(self.group.pg, self.group.ranks)
-            self.group.run(lambda: perform(direct.all_gather, parts, messages), operation)
-        else:
-            self.group.all_gather(self.flat.view(torch.uint8), parts[self.group.rank], operation)
-        return False
+        begin = self.group.rank * length
+        for other in self.others:
+            other[begin : begin + length].copy_(self.flat[begin : begin + length])
+        return True
 
     def _expose(self) -> list[Tensor] | None:
         """The same memory of the other ranks, the next one first; None where it cannot be reached."""
@@ -114,48 +113,61 @@ class FlatParameters(Home):
 
 class ShardedParameters:
     """Trainable parameters of the groups of an optimizer: this rank's shards of units, and new
-    ``FlatParameters``, laid out by ``rule``, one per dtype and device, for all others. Unless ``aligned``,
-    new ones keep each rank's values. Of a home that may be divided further (``Home.replicas``), each rank has
-    memory for what it holds of it.
+    ``FlatParameters``, one per dtype and device, for all others. Unless ``aligned``, new ones keep each
+    rank's values. Of a home that may be divided further (``Home.replicas``), each rank has memory for what it
+    holds of it. Where a ``cost`` says that each is stepped whole, shards of units are ``OwnedParameters``.
 
-    Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the own pieces by
-    number, in that order; ``owned`` all parameters that are sharded, here or elsewhere.
+    Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the pieces that this
+    rank steps by number, in that order; ``owned`` all parameters that are sharded, here or elsewhere.
     """
 
-    def __init__(self, group: Group, rule: LayoutRule, *, aligned: bool = True) -> None:
-        self._group, self._rule, self._aligned = group, rule, aligned
-        self.spaces: list[FlatParameters | Unit] = []
+    def __init__(self, group: Group, cost: Cost | None, *, aligned: bool = True) -> None:
+        self._group, self.cost, self._aligned = group, cost, aligned
+        self.spaces: list[FlatParameters | OwnedParameters | Unit] = []
         self.held: dict[int, ParameterShard] = {}
         self.owned: list[Tensor] = []
+        self.matrices: list[OwnedParameters] = []  # in ``spaces``
 
     def take(self, groups: Sequence[Mapping[str, Any]], first_group: int) -> list[list[Tensor]]:
         """Take the parameters of the groups from ``first_group`` on; the own pieces of each. Collective."""
         numbers = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
         units: dict[int, Unit] = {}
-        by_kind: dict[tuple[torch.dtype, torch.device, Home | None], list[Tensor]] = {}
+        divided: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Unit]]] = {}
+        flat: dict[tuple[torch.dtype, torch.device, Home | None], list[Tensor]] = {}
         for p in (p for group in groups[first_group:] for p in group["params"] if p.requires_grad):
             self.owned.append(p)
-            if isinstance(there := homes.home(p), Unit):
+            if not isinstance(there := homes.home(p), Unit):
+                if there is None or there.num_shares(p):
+                    flat.setdefault((p.dtype, p.device, there), []).append(p)
+            elif self.cost is None or self._group.size == 1:
                 units[id(there)] = there
-            elif there is None or there.num_shares(p):
-                by_kind.setdefault((p.dtype, p.device, there), []).append(p)
+            else:
+                divided.setdefault((p.dtype, p.device), []).append((p, there))
         with torch.no_grad():
-            made = [self._make(members, outer) for (*_, outer), members in by_kind.items()]
-        self.spaces += [*units.values(), *made]
+            made = [
+                FlatParameters(members, self.cost, self._group, aligned=self._aligned, outer=outer)
+                for (*_, outer), members in flat.items()
+            ]
+            matrices = [OwnedParameters(x, self.cost, self._group) for x in divided.values() if self.cost]
+        self.spaces += [*units.values(), *made, *matrices]
+        self.matrices += matrices
         trainable = set(map(id, self.owned))
-        pieces = [x for space in (*units.values(), *made) for x in space.held if id(x.parameter) in trainable]
         # The local optimizer is one of its own, whose steps are not those of the parameters' optimizer.
-        held = {numbers[id(x.parameter)]: replace(x, tensor=x.tensor.detach()) for x in pieces}
+        pieces = [replace(x, tensor=x.tensor.detach()) for unit in units.values() for x in unit.held]
+        pieces += [x for space in (*made, *matrices) for x in space.held]
+        held = {numbers[id(x.parameter)]: x for x in pieces if id(x.parameter) in trainable}
         self.held |= {number: held[number] for number in sorted(held)}
         return [
             [held[numbers[id(p)]].tensor for p in group["params"] if numbers[id(p)] in held]
             for group in groups[first_group:]
         ]
 
-    def _make(self, members: Sequence[Tensor], outer: Home | None) -> FlatParameters:
-        if outer is not None:
-            outer.make_room()
-        return FlatParameters(members, self._rule, self._group, aligned=self._aligned, outer=outer)
+    @property
+    def weights(self) -> Iterator[ParameterShard]:
+        """What this rank holds of the parameters between two steps."""
+        there = [x for x in (*homes.homes(self.owned), *self.spaces) if isinstance(x, Unit | FlatParameters)]
+        found = {id(x.parameter): x for space in there for x in space.held}
+        return (found[id(p)] for p in self.owned if id(p) in found)
 
     def moved(self) -> Tensor | None:
         """A parameter whose memory is not here any more, if there is one."""
@@ -163,12 +175,12 @@ class ShardedParameters:
         return next((p for p in found if p is not None), None)
 
     def set_gradients(self) -> None:
-        """Every piece gets its part of its parameter's gradient."""
+        """Every piece gets its part of its parameter's gradient, unless it was gathered."""
         for held in self.held.values():
             gradient = held.parameter.grad
-            if gradient is None:
-                held.tensor.grad = None
-            elif gradient.shape == held.tensor.shape:
+            if gradient is None or held.tensor.grad is not None:
+                continue
+            if gradient.shape == held.tensor.shape:
                 held.tensor.grad = gradient.detach()
             else:
                 held.tensor.grad = held.part_of(gradient)
@@ -181,10 +193,12 @@ class ShardedParameters:
     @property
     def bytes_to_share(self) -> int:
         """That this rank sends or writes after each update."""
-        return sum(space.bytes_to_share for space in self.spaces if isinstance(space, FlatParameters))
+        return sum(space.bytes_to_share for space in self.spaces if not isinstance(space, Unit))
 
     def share(self, operation: str) -> None:
         """The own pieces are new: all ranks get them. No rank may compute with the old ones. Collective."""
         written = [space.share(operation) for space in self.spaces if isinstance(space, FlatParameters)]
         if any(written):
             self._group.barrier(operation)
+        for matrices in self.matrices:
+            matrices.share(operation)

@@ -66,9 +66,10 @@ class FullySharded(WrappedOnce):
 
     In ``step``: torch's own optimizers of the element-wise classes (AdamW, SGD, ...), made before or after
     ``fully_shard``, step the shards without communication, with the bits that whole parameters would have.
-    Other classes (Adafactor, Muon, your own) are refused by name. ``optimizer.state_dict()`` is refused after
-    the first step, because it would have this rank's part alone: ``instep.save`` has all of it, for any
-    number of ranks, and so has ``state_dict()`` of a ``ShardedOptimizer`` over the shards.
+    Other classes (Muon, Adafactor, your own) are refused by name, and step whole parameters as an
+    ``instep.ShardedOptimizer``. ``optimizer.state_dict()`` is refused after the first step, because it would
+    have this rank's part alone: ``instep.save`` has all of it, for any number of ranks, and so has
+    ``state_dict()`` of a ``ShardedOptimizer`` over the shards.
 
     ``state_dict()`` and ``load_state_dict()`` of the module work inside ``instep.gathered(model)``.
 

@@ -28,15 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.comm import direct
-from instep.comm.perform import perform
 from instep.errors import Desync, PeerLost
 from instep.events import PARAMETER_GATHER, Recorder
 from instep.hook import Hook, weakly
 from instep.net.device import Stream
 from instep.net.lane import Lane, Work
-from instep.net.messages import Messages
 from instep.net.process_group import Group
+from instep.shard.transfer import all_gather
 from instep.shard.unit import Unit
 from instep.step.backward import is_in_backward, require_eager_autograd
 
@@ -103,7 +101,7 @@ class Gathers:
 
         def gather() -> None:
             self._announce(unit.number, name)
-            self._all_gather(flat, name)
+            all_gather(self._group, flat, name)
 
         self.lane.run(name, gather).wait()
         return unit.views_in(flat)
@@ -153,7 +151,7 @@ class Gathers:
             torch.no_grad(),
         ):
             unit.cast()
-            self._all_gather(unit.flat, name)
+            all_gather(self._group, unit.flat, name)
 
     def _follow(self) -> None:
         name = "what other ranks gather"
@@ -163,20 +161,7 @@ class Gathers:
                 self._fill(unit, name)
                 unit.filled()
             else:
-                self._all_gather(unit.cast_apart(), name)
-
-    def _all_gather(self, flat: Tensor, name: str) -> None:
-        """Every rank's part of ``flat`` is in its place."""
-        group = self._group
-        if group.size == 1:
-            return
-        whole = flat.view(torch.uint8)
-        parts = whole.split(len(whole) // group.size)
-        if group.prefers_messages and flat.device.type == "cpu":
-            messages = Messages(group.pg, group.ranks)
-            group.run(lambda: perform(direct.all_gather, parts, messages), name)
-        else:
-            group.all_gather(whole, parts[group.rank], name)
+                all_gather(self._group, unit.cast_apart(), name)
 
     def _announce(self, mine: int, name: str) -> int:
         group = self._group
@@ -322,7 +307,13 @@ class UnitHooks:
                 if other not in stay and not self._running[other] and self._is_over(other, backward=backward):
                     self._free(other)
         self._here[m] = None
-        self._require_values(self._units[m])
+        for unit in self._units[m]:
+            if not unit.has_values:
+                raise ValueError(
+                    f"parameter {unit.names[0]!r} was on the meta device and has no values yet: call "
+                    "materialise() on every rank, or load a checkpoint; under `instep run` it gets them "
+                    "where the loop over run.steps begins"
+                )
         self._gathers.need(self._units[m])
         if (after := following.get(m)) is not None and after not in self._here:
             self._here[after] = None
@@ -340,16 +331,6 @@ class UnitHooks:
                 unit.free()
         if m not in self._pinned:
             self._here.pop(m, None)
-
-    @staticmethod
-    def _require_values(units: Iterable[Unit]) -> None:
-        for unit in units:
-            if not unit.has_values:
-                raise ValueError(
-                    f"parameter {unit.names[0]!r} was on the meta device and has no values yet: call "
-                    "materialise() on every rank, or load a checkpoint; under `instep run` it gets them "
-                    "where the loop over run.steps begins"
-                )
 
 
 def is_inside_transform() -> bool:

@@ -45,12 +45,17 @@ class FlatLayout:
         """Of the flat space, with padding."""
         return self.slice_length * self.num_ranks
 
+    def part(self, parameter: int, rank: int) -> tuple[int, int]:
+        """Elements (first, last) of ``parameter``, by its number, in the slice of ``rank``."""
+        begin = rank * self.slice_length - self.offsets[parameter]
+        first, last = max(begin, 0), min(begin + self.slice_length, self.lengths[parameter])
+        return first, max(first, last)
+
     def pieces(self, rank: int) -> list[LayoutPiece]:
         """What lies in the slice of ``rank``; a parameter without elements is in the first."""
-        begin, end = rank * self.slice_length, (rank + 1) * self.slice_length
         found = []
         for i, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            first, last = max(begin - offset, 0), min(end - offset, length)
+            first, last = self.part(i, rank)
             if first < last or (length == 0 and rank == 0):
                 found.append(LayoutPiece(i, first, last, offset + first))
         return found
@@ -63,8 +68,17 @@ class FlatLayout:
         return list(range(first // self.slice_length, (first + length - 1) // self.slice_length + 1))
 
 
-LayoutRule = Callable[[Sequence[int], int, int], FlatLayout]
-"""``cut`` or ``keep_whole``: of the lengths of parameters, the number of ranks and a granule."""
+Cost = Callable[[Sequence[int]], int]
+"""The work of stepping a parameter of this shape, in any unit; 0 for one without elements."""
+
+
+def newton_schulz(shape: Sequence[int]) -> int:
+    """Multiplications of an iteration on X of (m, n), m <= n: X X^T, its square, and a product with X.
+
+    Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+    """
+    m, n = min(shape, default=1), max(shape, default=1)
+    return m * m * (2 * n + m)
 
 
 def cut(lengths: Sequence[int], num_ranks: int, granule: int) -> FlatLayout:
@@ -78,22 +92,32 @@ def cut(lengths: Sequence[int], num_ranks: int, granule: int) -> FlatLayout:
     return FlatLayout(tuple(lengths), tuple(offsets), length, num_ranks)
 
 
-def keep_whole(lengths: Sequence[int], num_ranks: int, granule: int) -> FlatLayout:
-    """No parameter crosses an edge: the largest first, each to the rank that has least so far.
+def owners(costs: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that steps each parameter: the most costly first, each to the rank with the least work so far.
 
-    A slice is as long as the longest: at most 4/3 of the shortest possible, before padding. Source: R. L.
-    Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969), theorem 2.
+    The rank with the most work has at most 4/3 of what the best division would give it. Source: R. L. Graham,
+    "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969), theorem 2.
     """
-    members: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rank = loads.index(min(loads)) if lengths[i] else 0
-        members[rank].append(i)
-        loads[rank] += lengths[i]
-    placed = [place([lengths[i] for i in sorted(own)], granule) for own in members]
+    found, loads = [0] * len(costs), [0] * num_ranks
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[i] = loads.index(min(loads)) if costs[i] else 0
+        loads[found[i]] += costs[i]
+    return found
+
+
+def keep_whole(
+    lengths: Sequence[int], num_ranks: int, granule: int, costs: Sequence[int] | None = None
+) -> FlatLayout:
+    """No parameter crosses an edge: each is in the slice of its owner, by ``costs``, else by ``lengths``.
+
+    A slice is as long as the longest.
+    """
+    owned_by = owners(lengths if costs is None else costs, num_ranks)
+    members = [[i for i, owner in enumerate(owned_by) if owner == rank] for rank in range(num_ranks)]
+    placed = [place([lengths[i] for i in own], granule) for own in members]
     length = slice_length(max(end for _, end in placed), 1, BLOCK_ELEMENTS)
     offsets = [0] * len(lengths)
     for rank, own in enumerate(members):
-        for i, offset in zip(sorted(own), placed[rank][0], strict=True):
+        for i, offset in zip(own, placed[rank][0], strict=True):
             offsets[i] = rank * length + offset if lengths[i] else 0
     return FlatLayout(tuple(lengths), tuple(offsets), length, num_ranks)

@@ -83,7 +83,7 @@ def prepare(module: nn.Module, units: Sequence[Unfilled], init: Init | None, see
                     with _whole(own):
                         torch.manual_seed(derive(seed, "init", names[m]))
                         _make_buffers(m, units[0].device)
-                        _call_reset(m, names[m])
+                        _require_reset(m, names[m])()
     _require_buffers(module)
 
 
@@ -134,13 +134,13 @@ def _reset(module: nn.Module, units: Sequence[Unfilled], seed: int, made: list[s
             for m in _resetting(module, own):
                 torch.manual_seed(derive(seed, "init", names[m]))
                 _make_buffers(m, own[0].device)
-                _call_reset(m, names[m])
+                _require_reset(m, names[m])()
             for unit in own:
                 made += [_line(name, p) for name, p in zip(unit.names, unit.parameters, strict=True)]
     for m in _children_first(module):
         if _has_meta_buffers(m) and _reset_of(m) is not None:
             _make_buffers(m, units[0].device if units else torch.device("cpu"))
-            _call_reset(m, names[m])
+            _require_reset(m, names[m])()
 
 
 def _resetting(module: nn.Module, units: Sequence[Unfilled]) -> Iterator[nn.Module]:
@@ -156,10 +156,6 @@ def _resetting(module: nn.Module, units: Sequence[Unfilled]) -> Iterator[nn.Modu
 
 def _reset_of(m: nn.Module) -> Callable[[], object] | None:
     return next((getattr(m, name) for name in RESETS if callable(getattr(m, name, None))), None)
-
-
-def _call_reset(m: nn.Module, name: str) -> None:
-    _require_reset(m, name)()
 
 
 def _require_reset(m: nn.Module, name: str) -> Callable[[], object]:

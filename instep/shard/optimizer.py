@@ -29,12 +29,10 @@ from instep.net.agree import all_or_none, require_same_lines
 from instep.net.process_group import Group
 from instep.shard import checks
 from instep.shard.checks import (
-    class_name,
     describe_groups,
-    is_elementwise,
-    layout_rule,
     options_text,
     require_shardable,
+    stepping_cost,
 )
 from instep.shard.flat_parameters import ShardedParameters
 from instep.shard.optimizer_state import (
@@ -89,9 +87,9 @@ class ShardedOptimizer(Optimizer):
 
     Memory per rank of Adam in float32: 8 + 8 / W bytes per parameter instead of 16.
 
-    Other classes (Adafactor, Muon, your own) get whole parameters, each on one rank: right for all that
-    treat every parameter on its own. The ranks' loads then differ by up to the largest parameter, and flat
-    memory is padded to the largest load. LBFGS and SparseAdam are refused.
+    Other classes (Muon, Adafactor, your own) get whole parameters, each on one rank, its owner: right for all
+    that treat every parameter on its own. Owners are balanced by the work of a step, for Muon that of Newton
+    and Schulz. Flat memory is padded to the owner with most. LBFGS and SparseAdam are refused.
 
     ``param_groups`` hold your own parameters, so schedulers, gradient clipping and gradient scalers work as
     ever. ``state`` shows nothing unless there is one rank; ``state_dict`` gathers it.
@@ -99,8 +97,9 @@ class ShardedOptimizer(Optimizer):
     Parameters are views of one memory: to save a single one without the others, clone it. With backend "shm"
     it is memory that a forked child shares, not copies.
 
-    Over the shards of a module of ``fully_shard`` nothing moves: the optimizer steps them in place, as a
-    plain ``optimizer_cls`` would, and has a whole ``state_dict`` beside.
+    Over the shards of a module of ``fully_shard`` nothing moves: an elementwise class steps them in place, as
+    a plain ``optimizer_cls`` would, and has a whole ``state_dict`` beside. For another class the owner of a
+    parameter gathers its weights and its gradient for the step, and the other ranks get their new shards.
 
     Of the parameters of a ``Pipeline`` each rank steps a part of those of its layers: they are divided among
     the ranks that have the same ones. ``state_dict`` is that of all layers.
@@ -161,18 +160,16 @@ class ShardedOptimizer(Optimizer):
         )
         # They make the same steps, and this rank is in one of them.
         self.num_shard_groups = num_shard_groups(process_group)
-        rule = layout_rule(self._optimizer_cls)
-        self._shards = ShardedParameters(self.group, rule, aligned=aligned)
+        cost = stepping_cost(self._optimizer_cls)
+        self._shards = ShardedParameters(self.group, cost, aligned=aligned)
         release = weakref.finalize(self, _release, self.group, self._shards.owned)
         self._status = OptimizerStatus(self.group, release)
         self._update = ShardedUpdate(self._shards, self._status, self.recorder)
 
     def _require_same(self, groups: list[dict[str, Any]]) -> None:
         """Ranks have the same class, options and ``groups``, or all raise."""
-        lines = [
-            f"class {class_name(self._optimizer_cls)}",
-            f"options {options_text(self._given)}",
-        ]
+        kind = self._optimizer_cls
+        lines = [f"class {kind.__module__}.{kind.__qualname__}", f"options {options_text(self._given)}"]
         require_same_lines(self._everyone, OPTIMIZERS, [*lines, *describe_groups(groups)])
 
     @property
@@ -309,10 +306,11 @@ class ShardedOptimizer(Optimizer):
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        cut = is_elementwise(self._optimizer_cls)
 
         def prepare() -> dict[str, Any]:
-            return local_state(state_dict, self._shards.held, self.param_groups, self.group, cut=cut)
+            return local_state(
+                state_dict, self._shards.held, self.param_groups, self.group, cut=self._shards.cost is None
+            )
 
         with self._status.together():
             prepared = all_or_none(self._everyone, LOADING, prepare, errors=(ValueError,))
@@ -344,7 +342,7 @@ class ShardedOptimizer(Optimizer):
             ...     mean = mean.lerp_(values, 0.01)
         """
         self._status.require_sound()
-        for held in self._shards.held.values():
+        for held in self._shards.weights:
             values = held.tensor.detach()
             yield held.parameter, held.first, held.last, elements(values, 0, values.numel())
 
@@ -422,7 +420,7 @@ class ShardedOptimizer(Optimizer):
             mesh_for_replicas()  # which raises if its other axes have no use
         checks.require_new(parameters)
         require_every_rank_steps(parameters)
-        checks.require_homes(parameters, self._optimizer_cls, self.group)
+        checks.require_homes(parameters, self.group)
 
     def _build(self) -> None:
         groups = self._take(0)
@@ -444,6 +442,8 @@ class ShardedOptimizer(Optimizer):
     def _agree_made(self, make: Callable[[], None]) -> None:
         """The local optimizers take their pieces, which some rank's may refuse, or all raise."""
         all_or_none(self.group, "the making of local optimizers", make, errors=(ValueError,))
+        for matrices in self._shards.matrices:
+            matrices.release()
         for group, local in zip(self.param_groups, self._inner.param_groups, strict=True):
             for key, value in group_options(local).items():  # defaults, for code that looks them up
                 group.setdefault(key, value)

@@ -67,8 +67,8 @@ class OptimizerStatus:
             self.give_up(lost)
             raise
 
-    def vote(self, mine: Vote, raised: BaseException | None) -> list[Vote]:
-        """What each rank has said, if all make the same step and none has ``raised``; else raise on all.
+    def vote(self, mine: Vote, raised: BaseException | None) -> None:
+        """Raise on all ranks unless all make the same step, and none has ``raised``.
 
         A barrier too: when it returns, all ranks have come. Collective.
 
@@ -87,16 +87,17 @@ class OptimizerStatus:
             after = BROKEN if changed(votes) else "nothing was changed"
             error = Desync(f"step {self.steps} of the sharded optimizer: {found}; {after}")
             raise raised or (mark_secondary(error) if failed(votes) else error)
-        return votes
 
     def _collect(self, mine: Vote) -> list[Vote]:
-        operation = f"the vote on step {self.steps}"
-        if self.meeting is not None:
-            with self.together():
-                rows = self.meeting.rendezvous(UPDATE, operation, [*vars(mine).values()])
-                return [Vote(*row) for row in rows]
+        """The votes of all ranks, once all are there: W steps of 24 bytes at most."""
+        operation, words = f"the vote on step {self.steps}", [*vars(mine).values()]
         with self.together():
-            return collect(mine, self.group, operation)
+            if self.meeting is not None:
+                return [Vote(*row) for row in self.meeting.rendezvous(UPDATE, operation, words)]
+            row = torch.tensor(words, dtype=torch.int64, device="cpu")
+            out = torch.empty(self.group.size * row.numel(), dtype=torch.int64, device="cpu")
+            self.group.all_gather(out, row, operation)
+            return [Vote(*values) for values in out.view(self.group.size, -1).tolist()]
 
     def give_up(self, lost: PeerLost) -> None:
         """Close: what the group still owes would be paired with what follows."""
@@ -125,14 +126,6 @@ def vote(outcome: int, groups: Sequence[Mapping[str, Any]]) -> Vote:
     """That of this rank, with these parameter groups."""
     presence = short(bytes(p.grad is not None for group in groups for p in group["params"]))
     return Vote(outcome, presence, short("; ".join(map(options_text, groups)).encode()))
-
-
-def collect(mine: Vote, group: Group, operation: str) -> list[Vote]:
-    """The votes of all ranks, once all are there. Collective: W steps of 24 bytes at most."""
-    row = torch.tensor([*vars(mine).values()], dtype=torch.int64, device="cpu")
-    out = torch.empty(group.size * row.numel(), dtype=torch.int64, device="cpu")
-    group.all_gather(out, row, operation)
-    return [Vote(*values) for values in out.view(group.size, -1).tolist()]
 
 
 def changed(votes: Sequence[Vote]) -> bool:

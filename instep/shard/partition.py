@@ -14,7 +14,7 @@ a layer nothing is needed before it runs, and nothing after. What several units 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -70,11 +70,10 @@ def by_kind(members: UnitMembers) -> list[UnitMembers]:
     for i, p in enumerate(members.parameters):
         kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append(i)
     return [
-        UnitMembers(
-            members.name,
-            members.module,
-            tuple(members.names[i] for i in own),
-            tuple(members.parameters[i] for i in own),
+        replace(
+            members,
+            names=tuple(members.names[i] for i in own),
+            parameters=tuple(members.parameters[i] for i in own),
         )
         for own in kinds.values()
     ]

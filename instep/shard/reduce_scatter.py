@@ -28,12 +28,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from instep.comm import direct
-from instep.comm.perform import perform
 from instep.events import Recorder
 from instep.memory import PIECE_BYTES, align_bytes, allocate
 from instep.native.library import core
-from instep.net.messages import Messages
 from instep.net.process_group import Group
 from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
@@ -43,6 +40,7 @@ from instep.reduce.node_format import IN_FLOAT32, NodeFormat, Stretch
 from instep.reduce.tree import Node, Sum, plan_sum
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
+from instep.shard.transfer import all_to_all
 from instep.shard.unit import Unit
 from instep.state.homes import part_shape
 
@@ -333,12 +331,7 @@ class ReduceScatter(OrderedAllReduce):
             staged, leaf = self.staging.buffer(number, bucket), turn.leaves[turn.senders.index(rank)]
             nodes.round(staged, (leaf, leaf + 1))
             own_splits, message = [length] * size, nodes.encode(staged)
-        if group.prefers_messages and bucket.device.type == "cpu":
-            parts, out = message.split(own_splits), received.split(splits)
-            messages = Messages(group.pg, group.ranks)
-            group.run(lambda: perform(direct.all_to_all, parts, messages, out=out), name)
-        else:
-            group.all_to_all(received, message, splits, own_splits, name)
+        all_to_all(group, received, message, splits, own_splits, name)
         parts_of = received.split(splits)
         return [nodes.decode(parts_of[sender], bucket.first) for sender in turn.senders]
 

@@ -22,7 +22,6 @@ from instep.net.clocks import measure
 from instep.net.device import generators, marks_for
 from instep.net.lane import Lane
 from instep.net.process_group import Group
-from instep.reduce.header import BARRIER
 from instep.reduce.node_format import NodeFormat
 from instep.rng.keys import LeafKeys
 from instep.shard import checks
@@ -227,10 +226,6 @@ class Sharding:
         subject = _subject_of(self, strategy=strategy, seed=options.seed)
         return verify(subject, self._process_group, batch, loss, rtol)
 
-    def barrier(self, operation: str) -> None:
-        """No rank returns before all have come; between two steps."""
-        self.reducer.rendezvous(BARRIER, operation)
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """As ``instep.gathered``."""
@@ -380,7 +375,7 @@ def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
         checks.require_plain(name, p)
         if p.grad is not None:
             raise ValueError(f"parameter {name!r} has a gradient: call zero_grad() before fully_shard")
-        if checks.claimed(p):
+        if checks.claimant(p) is not None:
             raise ValueError(
                 f"parameter {name!r} has a ShardedOptimizer already, which would step memory no longer in "
                 "use: call fully_shard first, then make the optimizer from model.parameters()"

@@ -72,14 +72,14 @@ class Unit(Home):
         self.parameters: list[nn.Parameter] = list(members.parameters)
         self.number, self.name, self.module = number, members.name, members.module
         self.names = list(members.names)
-        self._shapes = [p.shape for p in self.parameters]
+        self.shapes = [p.shape for p in self.parameters]  # whole
         self.trainable = first.requires_grad
         self.dtype = self.compute_dtype = first.dtype
         if compute_dtype is not None:
             self.dtype = torch.promote_types(first.dtype, torch.float32)
             self.compute_dtype = first.dtype if first.is_complex() else compute_dtype
         self.own_dtype = first.dtype  # of the parameters as they came
-        self._device = (device or torch.device("cpu")) if first.is_meta else first.device
+        self.device = (device or torch.device("cpu")) if first.is_meta else first.device
         self.keeps = keeps
         self.is_vacant = vacant and first.is_meta
         self.has_values = not first.is_meta
@@ -117,21 +117,11 @@ class Unit(Home):
         """This rank's part of ``flat``."""
         return self.flat.split(self.layout.slice_length)[self.group.rank]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the values are."""
-        return self._device
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Of the whole parameters."""
-        return self._shapes
-
     def empty(self, i: int) -> Tensor:
-        return torch.empty(self._shapes[i], dtype=self.own_dtype, device=self._device)
+        return torch.empty(self.shapes[i], dtype=self.own_dtype, device=self.device)
 
     def shape_of(self, parameter: Tensor) -> torch.Size:
-        return self._shapes[self._number_of(parameter)]
+        return self.shapes[self._number_of(parameter)]
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return torch.empty(self.shape_of(parameter), device="meta").stride()
@@ -141,6 +131,10 @@ class Unit(Home):
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         return self.layout.slices_with(self._number_of(parameter))
+
+    def part_on(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+        """Elements (first, last) of ``parameter`` that group rank ``rank`` has."""
+        return self.layout.part(self._number_of(parameter), rank)
 
     def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
         return None if self.divide is None else self.divide(optimizer)
@@ -226,13 +220,13 @@ class Unit(Home):
     def masters(self) -> Tensor:
         """(W * slice_length,) new memory for the values of all shards, with this rank's in place."""
         with torch.inference_mode(False):
-            flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self._device)
+            flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
         flat.split(self.layout.slice_length)[self.group.rank].copy_(self.slice)
         return flat
 
     def views_in(self, flat: Tensor) -> list[Tensor]:
         """All parameters in ``flat``, which is laid out as the unit is."""
-        offsets = zip(self.layout.offsets, self._shapes, strict=True)
+        offsets = zip(self.layout.offsets, self.shapes, strict=True)
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in offsets]
 
     @contextmanager
@@ -314,11 +308,11 @@ class Unit(Home):
 
     def _lay_out(self, group: Group) -> None:
         self.group = self.everyone = group
-        granule = max(align_bytes(self._device) // min(self.dtype.itemsize, self.compute_dtype.itemsize), 16)
-        self.layout = cut([shape.numel() for shape in self._shapes], group.size, granule)
+        granule = max(align_bytes(self.device) // min(self.dtype.itemsize, self.compute_dtype.itemsize), 16)
+        self.layout = cut([shape.numel() for shape in self.shapes], group.size, granule)
         same = self.dtype == self.compute_dtype
         self._shares_memory = same and (self.keeps or group.size == 1)
-        self.flat = torch.zeros(self.layout.num_elements, dtype=self.compute_dtype, device=self._device)
+        self.flat = torch.zeros(self.layout.num_elements, dtype=self.compute_dtype, device=self.device)
         with torch.enable_grad():  # leaves, whose versions count for themselves
             views = [view.data for view in self.views_in(self.flat)]
         if not self.whole:
@@ -337,16 +331,16 @@ class Unit(Home):
         """The user's parameters become this rank's shards; of nothing, while the unit is vacant."""
         rank, length = self.group.rank, self.layout.slice_length
         if self.is_vacant:
-            self.slice = torch.zeros(0, dtype=self.dtype, device=self._device)
+            self.slice = torch.zeros(0, dtype=self.dtype, device=self.device)
         elif self._shares_memory:
             self.allocate()
             self.flat.zero_()
             self.slice = self.own_slice
         else:
-            self.slice = torch.zeros(length, dtype=self.dtype, device=self._device)  # the padding travels too
-        shards = [self.slice[:0].data.view(part_shape(shape, 0)) for shape in self._shapes]
+            self.slice = torch.zeros(length, dtype=self.dtype, device=self.device)  # the padding travels too
+        shards = [self.slice[:0].data.view(part_shape(shape, 0)) for shape in self.shapes]
         self.held = [
-            ParameterShard(p, x.first, x.last, p, self._shapes[x.parameter])
+            ParameterShard(p, x.first, x.last, p, self.shapes[x.parameter])
             for x in self.layout.pieces(rank)
             for p in [self.parameters[x.parameter]]
         ]
@@ -360,7 +354,7 @@ class Unit(Home):
 
     def _adopt(self, values: Sequence[Tensor]) -> None:
         """Keep this rank's part of the first rank's ``values``."""
-        flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self._device)
+        flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
         if self.group.rank == 0:
             for view, value in zip(self.views_in(flat), values, strict=True):
                 view.copy_(value)

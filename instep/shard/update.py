@@ -1,5 +1,6 @@
 """One step of an optimizer whose work is divided: each rank updates its slices, then all get the new weights.
 
+gather     where ``fully_shard`` has cut what is stepped whole, its owners get it (``matrices.py``)
 update     ``local``, an optimizer over this rank's pieces, steps them
 vote       did it go well on all ranks, and was it the same step? Then no rank uses the old weights any more
 share      the new slices travel to whoever keeps all of the weights
@@ -8,7 +9,7 @@ share      the new slices travel to whoever keeps all of the weights
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class ShardedUpdate:
             outcome = READY
         except BaseException as error:
             raised = error
+        if self._shards.matrices:
+            self._gather(outcome, raised, groups)
         if outcome == READY:
             outcome, raised = self._attempt(local, groups)
         if self._status.group.size > 1:
@@ -87,6 +90,14 @@ class ShardedUpdate:
         checks.require_usable(groups, set(map(id, self._shards.owned)))
         if (parameter := self._shards.moved()) is not None:
             raise checks.moved_error(groups, parameter)
+
+    def _gather(self, outcome: int, raised: BaseException | None, groups: Groups) -> None:
+        """Owners get what they step, or all ranks raise."""
+        self._status.vote(vote(outcome, groups), raised)
+        num_bytes = 2 * self._shards.bytes_to_share
+        with self._recorder.span(PARAMETER_UPDATE, lane="host", num_bytes=num_bytes), self._status.together():
+            for matrices in self._shards.matrices:
+                matrices.gather(f"the weights and gradients of step {self._status.steps}")
 
     def _attempt(self, local: Optimizer, groups: Groups) -> tuple[int, BaseException | None]:
         """How it went, and what it raised."""
@@ -109,14 +120,9 @@ class ShardedUpdate:
 
 @contextmanager
 def _rounded_alike(local: Optimizer) -> Iterator[None]:
-    """Inside, no bits depend on how ``local``'s tensors are cut among several threads: there is one.
-
-    At the end of each thread's part, torch's kernels round some numbers of two bytes in another way than in
-    vectors, and where these ends are depends on how long a tensor is. Fused ones round all alike.
-    """
+    """Inside, no bits depend on how ``local``'s tensors are cut: where they would, there is one thread."""
     threads = torch.get_num_threads()
-    loops = (group for group in local.param_groups if not group.get("fused"))
-    if threads == 1 or not any(x.itemsize == 2 and x.is_cpu for group in loops for x in group["params"]):
+    if not checks.rounds_by_cut(local.param_groups):
         yield
         return
     torch.set_num_threads(1)
@@ -133,7 +139,7 @@ def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Groups) ->
         own.update({**group_options(group), **alike})
     try:
         shards.set_gradients()
-        with torch.no_grad(), _rounded_alike(local):
+        with torch.no_grad(), nullcontext() if shards.cost else _rounded_alike(local):
             local.step()
     finally:
         shards.drop_gradients()

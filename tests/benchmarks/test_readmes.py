@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("collectives", "collectives"),
         *(("soak", name) for name in ("soak", "kills")),
         *(("advice", name) for name in ("gains table", "lines table", "environment")),
-        *(("shard", f"{name} table") for name in ("update", "weights", "memory", "fits")),
+        *(("shard", f"{name} table") for name in ("update", "weights", "muon", "memory", "fits")),
         *(("memory_savers", name) for name in ("memory table", "loss table", "environment")),
         *(
             ("link", name)

@@ -17,6 +17,7 @@ from instep.mesh import deterministic
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.norm import block_square_sums
 from instep.run.script_step import SpanPhases
+from instep.state.hash import tensor_digest
 from tests.state_oracle import state_entries, state_sha256
 
 pytestmark = [
@@ -64,6 +65,36 @@ def test_rounded_nodes_on_one_card_have_the_bits_of_one_rank(tmp_path: Path) -> 
         found.append(json.loads((tmp_path / "hashes").read_text()))
     assert found[0] == found[1]
     assert len(set(found[0])) == len(ROUNDED)
+
+
+def write_muon(device: str, stage: int, path: str) -> None:
+    """The hash of weights that Muon and AdamW have trained."""
+    if device != "cpu":
+        deterministic.enable()
+    mesh = instep.init(device=device, backend="gloo", timeout_s=20)
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(96, 203), nn.GELU(), nn.Linear(203, 96)).to(mesh.device)
+    model = instep.fully_shard(net, mesh, stage) if stage > 1 else instep.DataParallel(net, mesh)
+    matrices, vectors = ([p for p in net.parameters() if (p.ndim == 2) is of] for of in (True, False))
+    muon = instep.ShardedOptimizer(matrices, torch.optim.Muon, mesh) if stage else torch.optim.Muon(matrices)
+    adamw = torch.optim.AdamW(vectors, lr=1e-3, fused=True)
+    for _ in range(STEPS):
+        for leaf in model.micro_batches(NUM_LEAVES):
+            model(inputs(leaf.index, 96).to(mesh.device)).square().mean().backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = torch.cat([x.flatten() for x in instep.full_state_dict(model).values()])
+    if mesh.rank == 0:
+        Path(path).write_text(tensor_digest(weights).hex())
+
+
+def test_muon_on_one_card_has_the_bits_of_one_rank_in_every_stage(tmp_path: Path) -> None:
+    found = set()
+    for stage, ranks in ((0, 1), (1, 2), (2, 3), (3, 2)):
+        launch(write_muon, (CARD, stage, str(tmp_path / "hash")), ranks=ranks)
+        found.add((tmp_path / "hash").read_text())
+    assert len(found) == 1
 
 
 def test_a_backward_on_a_card_is_a_phase_of_the_thread_that_waits_for_it() -> None:

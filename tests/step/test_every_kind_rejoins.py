@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, Muon
 
 from instep.errors import Desync, PeerLost
 from instep.launch.launch import RankFailed, launch
@@ -51,12 +51,19 @@ def tied(kind: str, **changes: Any) -> Program:
     return Program(kind, TiedWide, tokens, next_token, **changes)
 
 
+def bare() -> nn.Sequential:
+    """Matrices alone."""
+    layers = (nn.Linear(width, other, bias=False) for width, other in ((72, 203), (203, 131), (131, 72)))
+    return nn.Sequential(*layers)
+
+
 LOW = {"compute_dtype": torch.bfloat16}
 ADAGRAD = {
     "optimizer": Adagrad,
     "options": {"lr": 0.02, "initial_accumulator_value": 0.1},
 }  # sums from the start
 MOMENTUM = {"optimizer": SGD, "options": {"lr": 0.02, "momentum": 0.9}}  # nothing before the first step
+MUON = {"optimizer": Muon, "options": {"lr": 0.02}}
 TIED = {kind: tied(kind) for kind in LOOPS}
 QUICK = {**TIED, "pipeline": Program("pipeline")}
 PROGRAMS = {
@@ -72,11 +79,13 @@ PROGRAMS = {
     **{f"{kind}, sharded optimizer": tied(f"{kind}, sharded optimizer") for kind in STAGES},
     **{f"Adagrad, {kind}": tied(kind, **ADAGRAD) for kind in (*LOOPS[1:], "stage 3, sharded optimizer")},
     **{f"momentum, {kind}": tied(kind, **MOMENTUM) for kind in ("stage 1", "stage 3")},
+    **{f"Muon, {kind}": Program(kind, bare, **MUON) for kind in ("stage 1", "stage 3, sharded optimizer")},
 }
 FROM_META = {
     "stage 3": QUICK["stage 3"],
     "Adagrad": PROGRAMS["Adagrad, stage 3, sharded optimizer"],
     "bfloat16": PROGRAMS["bfloat16, stage 3"],
+    "Muon": PROGRAMS["Muon, stage 3, sharded optimizer"],
 }
 EVERY = pytest.mark.parametrize("program", TIED.values(), ids=TIED)
 PLACES = ["backward", *(pytest.param(place, marks=pytest.mark.slow) for place in ("undeclared", "update"))]
