@@ -44,4 +44,4 @@ for step in run.steps(300):  # goes on where the newest whole state is
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        step.log(loss=instep.mean(losses))  # metrics.jsonl, and a line on the terminal
+        step.log(loss=instep.mean(losses))  # steps.jsonl, and a line on the terminal

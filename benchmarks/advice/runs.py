@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.advice.causes import AFTER
 from instep.bench.hosts import Network
-from instep.run.folder import SUMMARY
+from instep.record.directory import SUMMARY
 from instep.timeline.run_setting import setting_of
 from instep.timeline.trace_files import FOLDER, read_traces
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from benchmarks.faults.command import Live, listening
 from instep.checkpoint import files
-from instep.run.folder import CHECKPOINTS
+from instep.record.directory import CHECKPOINTS
 
 Act: TypeAlias = Callable[[Live], None]
 Damage: TypeAlias = Callable[[Path], None]  # of a run directory

@@ -21,9 +21,8 @@ from benchmarks.faults.judge import Found, judge
 from benchmarks.faults.matrix import RESUME, Row, Run
 from instep.recipes import text_config
 from instep.recipes.text_config import Config
-from instep.run.folder import FAULTS, SUMMARY
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
+from instep.record.directory import FAULTS, RECORD, SUMMARY
+from instep.record.jsonl import read_lines
 from instep.run.toml import to_toml
 
 SAID_CHARACTERS = 20_000
@@ -181,7 +180,7 @@ def corner() -> Iterator[Path]:
 
 def _ledger(path: Path) -> Ledger:
     """Loss and norm of each step; of one that was made twice the last."""
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in steps_of(path)}
+    return {line["step"]: (line.get("loss"), line.get("norm")) for line in steps_of(path)}
 
 
 def _summary(place: Path) -> dict[str, Any]:
@@ -192,5 +191,5 @@ def _summary(place: Path) -> dict[str, Any]:
 def _started(path: Path) -> int:
     """The step from which the run has gone on last."""
     return max(
-        (line["step"] for line in read_lines(path / LEDGER) if line.get("event") == "started"), default=0
+        (line["step"] for line in read_lines(path / RECORD) if line.get("event") == "started"), default=0
     )

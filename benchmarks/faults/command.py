@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instep.run.folder import WORKERS
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
+from instep.record.directory import RECORD, WORKERS
+from instep.record.jsonl import read_lines
 
 ROOT = Path(__file__).parents[2]
 MARK = "INSTEP_FAULTS"  # in the environment, which every process of a command inherits
@@ -101,14 +100,14 @@ class Ended:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step in the ledger of ``run_dir``; 0 if there is none."""
-    with suppress(OSError), (run_dir / LEDGER).open("rb") as file:
+    """How many steps the run in ``run_dir`` has made."""
+    with suppress(OSError), (run_dir / RECORD).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for line in reversed(file.read().splitlines()):
             with suppress(ValueError):
                 found = json.loads(line)
                 if "cursor" in found:
-                    return int(found["step"])
+                    return int(found["step"]) + 1
     return 0
 
 
@@ -222,5 +221,5 @@ def _gone(path: Path, deadline: float) -> bool:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The ledger's lines that stand for steps."""
-    return [line for line in read_lines(run_dir / LEDGER) if "cursor" in line]
+    """The lines of steps."""
+    return [line for line in read_lines(run_dir / RECORD) if "cursor" in line]

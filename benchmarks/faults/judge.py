@@ -165,7 +165,7 @@ def _wrong_failures(expect: Expect, failures: Sequence[dict[str, Any]]) -> list[
 def samples(steps: Sequence[tuple[int, int]], num_steps: int, global_size: int) -> list[str]:
     """What is wrong if not every sample was read exactly once; of a step made twice the last counts."""
     last = dict(steps)
-    expected = {step: step * global_size for step in range(1, num_steps + 1)}
+    expected = {step: (step + 1) * global_size for step in range(num_steps)}
     if last == expected:
         return []
     odd = sorted(step for step in last.keys() | expected if last.get(step) != expected.get(step))

@@ -17,8 +17,8 @@ from benchmarks.faults.bench import Bench, corner
 from benchmarks.faults.command import Live, run, steps_of
 from benchmarks.faults.judge import PARTS, Found, samples
 from instep.recipes import text_config
-from instep.run.folder import FAULTS, SUMMARY
-from instep.run.jsonl import read_lines
+from instep.record.directory import FAULTS, SUMMARY
+from instep.record.jsonl import read_lines
 
 KILLS, RANKS, STEPS, SEED = 30, 3, 1000, 0
 BETWEEN_S = (0.2, 4.0)

@@ -148,7 +148,7 @@ def signals() -> Iterator[Row]:
     yield Row(group, "SIGKILL, all ranks", what, expect, (run,), headline=True)
     for number in (SIGTERM, SIGUSR1):
         run = Run(SAVES, act=Signalled(number, AT))
-        expect = Expect(SIGNAL, (75, 0), says="stopped after step")
+        expect = Expect(SIGNAL, (75, 0), says="stopped after")
         what = f"{HIT}: the run ends after the step, and is resumed"
         yield Row(group, number.name, what, expect, (run, GOES_ON))
     run = Run(act=Signalled(SIGINT, AT))
@@ -362,7 +362,7 @@ def command() -> Iterator[Row]:
     group = "signals to the command"
     for number in (SIGTERM, SIGUSR1):
         run = Run(SAVES, act=Told((number,), AT))
-        expect = Expect(SIGNAL, (75, 0), says="stopped after step")
+        expect = Expect(SIGNAL, (75, 0), says="stopped after")
         what = "preempted: ends after the step with a checkpoint, and is resumed"
         yield Row(group, number.name, what, expect, (run, GOES_ON), headline=number is SIGTERM)
     hold = (injected("slow", step=LATE, phase="forward", seconds=4),)  # a step that is under way

@@ -30,7 +30,7 @@ def kill(part: Part) -> None:
                 continue
             summary = json.loads((run / "summary.json").read_text())
             faults = (run / "faults.jsonl").read_text() if (run / "faults.jsonl").exists() else ""
-            device = re.findall(r'"device": "(\w+)"', (run / "ledger.jsonl").read_text())[0]
+            device = re.findall(r'"device": "(\w+)"', (run / "steps.jsonl").read_text())[0]
         digest, recovered = summary["state_sha256"], faults.count('"recovery"')
         expected = expected or digest
         as_planned = device in part.device and recovered == words.count("--fault")

@@ -35,9 +35,9 @@ from instep.cli.exit_codes import DONE
 from instep.cli.train import train
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, ParallelConfig
+from instep.record.directory import SUMMARY
 from instep.reduce.buckets import Bucket, make_buckets
 from instep.reduce.node_format import NodeFormat
-from instep.run.folder import SUMMARY
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

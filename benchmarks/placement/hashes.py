@@ -24,7 +24,7 @@ from benchmarks.placement.served import served
 from instep.bench.hosts import network, obstacle
 from instep.pipeline.schedules import NAMES
 from instep.recipes.text_config import Config
-from instep.run.folder import SUMMARY
+from instep.record.directory import SUMMARY
 from instep.run.toml import to_toml
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from instep.cli.exit_codes import DONE, PREEMPTED
 from instep.cli.train import train
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, ParallelConfig, numerical
-from instep.run.folder import SUMMARY
+from instep.record.directory import SUMMARY
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

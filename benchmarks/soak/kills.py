@@ -26,8 +26,8 @@ from benchmarks.faults.judge import Found
 from benchmarks.faults.kills import recoveries
 from instep.bench import tables
 from instep.cli.exit_codes import PREEMPTED
-from instep.run.folder import FAULTS
-from instep.run.jsonl import read_lines
+from instep.record.directory import FAULTS
+from instep.record.jsonl import read_lines
 
 HERE = Path(__file__).parent
 COMMAND = "python -m benchmarks.soak.kills"

@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": "measure collectives, strategies, buckets, scaling, threads, memory savers",
     "show": "print a collective step by step: who sends what, and who holds what after each round",
     "report": "show where the time of a run went, on a page, as traces, in words",
-    "compare": "find where two runs part, in which parameter, and what caused it",
+    "compare": "find where two runs differ, in which parameter, and what caused it",
     "doctor": "say what this machine offers and what would cause trouble; --verify proves the gradients",
 }
 

@@ -60,7 +60,7 @@ def main(args: Sequence[str]) -> int:
                 print(line)
             return DONE
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
-        from instep.run.report_data import write_report
+        from instep.record.report_data import write_report
 
         for line in write_report(options.run_dir, options.out, options.steps, options.trace_steps):
             print(line)

@@ -35,7 +35,8 @@ def train(config: Config, ranks: int) -> int:
     from instep.elastic.faults import parse_all
     from instep.net.device import num_gpus, resolve
     from instep.recipes import text
-    from instep.run import launch_script, loggers
+    from instep.record import loggers
+    from instep.run import launch_script
     from instep.run.script import ScriptCall
 
     loggers.check(config.record.loggers)

@@ -21,11 +21,10 @@ drop the others, and what that costs is the sample that a worker is in.
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.util import Finalize
 from operator import itemgetter
 from typing import Any
 
@@ -333,7 +332,7 @@ class Loader:
             self._loader = DataLoader(**self._options)
         self._stream = iter(self._loader)
         if "num_workers" in self._options:  # also at the exit of a program that does not close this
-            self._end_workers = weakref.finalize(self, _end_workers, self._stream, os.getpid())
+            self._end_workers = Finalize(self, _end_workers, (self._stream,), exitpriority=0)
         return self._stream
 
     def _read_here(self, task: Task) -> Any:
@@ -368,14 +367,12 @@ def _in_shared_memory(context: Any) -> Any:
     return (get_context(context) if isinstance(context, str | None) else context).RawValue("q", 0)
 
 
-def _end_workers(stream: Any, pid: int) -> None:
-    """Of ``stream``, in the process that has begun it."""
-    if os.getpid() == pid:
-        stream._shutdown_workers()
-        for worker in stream._workers:
-            if worker.is_alive():  # it hangs, and outlives SIGTERM
-                worker.kill()
-                worker.join()
+def _end_workers(stream: Any) -> None:
+    stream._shutdown_workers()
+    for worker in stream._workers:
+        if worker.is_alive():  # it hangs, and outlives SIGTERM
+            worker.kill()
+            worker.join()
 
 
 def _serve(worker: int) -> None:

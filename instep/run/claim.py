@@ -13,9 +13,9 @@ from instep.checkpoint.files import step_directories
 from instep.launch.launch_environment import LAUNCH_DIGITS, LaunchEnvironment
 from instep.net.agree import on_first_rank, require_same_lines
 from instep.net.process_group import Group
+from instep.record.directory import CHECKPOINTS, CONFIG, FAULTS
+from instep.record.jsonl import EVENTS, JsonLines
 from instep.run import folder
-from instep.run.folder import FAULTS
-from instep.run.jsonl import EVENTS, JsonLines
 from instep.run.writer import require_readable
 
 
@@ -54,7 +54,7 @@ def claim_together(
             raise ValueError("this torchrun does not say which run it restarts: pass --run-dir")
         launches = {launch.decode() for launch in told if launch}
         known = config.run_dir or (folder.of_launch(launches) if restarted else None)
-        begun = restarted and known is not None and (known / folder.CONFIG).exists()
+        begun = restarted and known is not None and (known / CONFIG).exists()
         resume = config.resume or begun
         claimed = folder.claim(Wanted(known, resume), say, place.launch)
         hold(claimed)
@@ -69,7 +69,7 @@ def how_to_go_on(path: Path) -> str:
     """What there is in ``path`` of a run that was interrupted, and the flags that go on with it."""
     resume = f"--resume --run-dir {shlex.quote(str(path))}"
     with suppress(OSError):
-        steps = [step for step, _ in step_directories(path / folder.CHECKPOINTS)]
+        steps = [step for step, _ in step_directories(path / CHECKPOINTS)]
         if steps:
             return f"with a checkpoint of step {steps[0]}: resume with {resume}"
     return f"before its first checkpoint: {resume} starts over"
@@ -85,7 +85,7 @@ class FaultLog:
     def note(self, event: dict[str, object]) -> None:
         """Write ``event`` down."""
         with suppress(OSError, ValueError):  # nothing ends a run for want of the tale of its faults
-            self._lines = self._lines or JsonLines(self._path, until_step=0, shape=EVENTS)
+            self._lines = self._lines or JsonLines(self._path, before_step=0, shape=EVENTS)
             self._lines.write(**event)
 
     def close(self) -> None:

@@ -1,14 +1,6 @@
-"""The run directory: what a run leaves on disk while it goes on, and when it is done.
+"""The run directory, claimed by one command at a time, and the files that hold for all of a run.
 
-    config.toml      the resolved config            workers.json   rank to process, while the run goes on
-    metrics.jsonl    a line per step, to plot       ledger.jsonl   a line per step, to compare bit by bit
-    summary.json     the figures of the whole run   checkpoints/   step-00000100/ ...
-    faults.jsonl     what went wrong, and what it took to go on
-    trace/           what each rank did when, in its last steps; and what instep report makes of it
-    report.html      by instep report, with report.json        tensorboard/, wandb/   if they are asked for
-    run.lock         which process has claimed it, while the run goes on
-
-Rank 0 writes, and the process that starts the ranks; but for trace/, where every rank has a file.
+``record.directory`` has the names of its files.
 """
 
 from __future__ import annotations
@@ -21,26 +13,20 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from instep.net.peers import RECORD_BYTES, Peer, is_alive, own_peer
+from instep.record.directory import CONFIG, SUMMARY, WORKERS
+from instep.record.jsonl import replace_text, to_json
+from instep.record.status import workers
 from instep.regular_files import open_regular, require_in_place, try_lock
-from instep.run.jsonl import read_object, replace_text
-from instep.run.shape import COUNT, TEXT, Shape
-from instep.run.toml import CONFIG
 
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
-WORKERS = "workers.json"
-FAULTS = "faults.jsonl"
-CHECKPOINTS = "checkpoints"
 RUNS = Path("runs")  # where a directory is made for a run that names none
 MADE_UP = re.compile(r"train-[0-9]{8}-[0-9]{6}(-(?P<launch>[0-9a-f]{16}))?(-[0-9]{1,3})?")
 LOCK = "run.lock"
-PEER = Shape({"host": TEXT}, required={field.name for field in fields(Peer)}, others=COUNT)
 
 
 class Claim(Protocol):
@@ -233,14 +219,8 @@ def begin(path: Path, config: str, peers: Sequence[Peer]) -> None:
 
 
 def end(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write the figures: none of an earlier part stays, which may have been made on other ranks."""
-    replace_text(path / SUMMARY, json.dumps(summary, indent=1) + "\n")
-
-
-def workers(path: Path) -> list[Peer]:
-    """The processes that work, or have worked, in ``path``, as far as it says."""
-    records = read_object(path / WORKERS).values()
-    return [] if any(map(PEER.problem, records)) else [Peer(**record) for record in records]
+    """Write the figures of the whole run, in the place of an earlier part's."""
+    replace_text(path / SUMMARY, to_json(summary, indent=1) + "\n")
 
 
 def _make(path: Path, *, fresh: bool) -> Path:

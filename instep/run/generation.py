@@ -2,7 +2,7 @@
 
     ranks join    Generation.begin      restore_newest    every rank has the newest state       recovery.py
                   a step is made        keep: a snapshot, if it is time to
-                  Generation.follow_up  ledger, metrics, comparison of replicas, checkpoint, when due
+                  Generation.follow_up  steps.jsonl, comparison of replicas, checkpoint, when due
                   Generation.end        summary, report data                                    summary.py
     ranks part    because the run has ended, shall stop, or a rank was lost or added
 
@@ -24,24 +24,18 @@ from instep.checkpoint.canary import agree_on_canary
 from instep.checkpoint.manifest import differences, fingerprint
 from instep.errors import ContractBroken
 from instep.net.agree import on_first_rank
-from instep.run import folder, jsonl, summary
-from instep.run.display import Display
-from instep.run.folder import METRICS, SUMMARY
-from instep.run.ledger import part_begins
-from instep.run.loggers import Loggers
+from instep.record import jsonl, summary
+from instep.record.compare import after
+from instep.record.directory import RECORD, SUMMARY
+from instep.record.display import Display
+from instep.record.loggers import Loggers
+from instep.record.step_lines import LINES, is_of_another_contract, part_begins, starts, steps_recorded
+from instep.run import folder
 from instep.run.peak_memory import peak_memory, words
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
-from instep.run.writer import (
-    METRIC_LINES,
-    RunWriter,
-    is_of_another_contract,
-    placement,
-    position,
-    starts,
-    trace_head,
-)
+from instep.run.writer import RunWriter, layout, trace_head
 from instep.timeline import trace_files
 from instep.timeline.analysis import Analysis, analyse, summary_lines
 from instep.timeline.breakdown import RankBreakdown
@@ -78,13 +72,14 @@ class AfterSteps:
         self._is_first = True
 
     def begin(self, *, is_saved: bool) -> None:
-        """Make up for what follows the step that led here, where the state is newer than the ledger.
+        """Make up for what follows the step that led here, where the state is newer than its record.
 
         ``is_saved``: its checkpoint is there, as it was before a new contract was accepted, and stays.
         """
         training = self.training
         if training.steps_done == 0 and self.writer.written < 0:
-            self.writer.before_steps(self._evaluate())
+            if (held_out := self._evaluate()) is not None:
+                self.writer.evaluated(held_out)
         elif training.steps_done > 0:
             self._follow_up(stop=False, is_saved=is_saved)
 
@@ -121,7 +116,8 @@ class AfterSteps:
         held_out = self.training.evaluate()
         if held_out is not None:
             unit = self.training.loss_unit and f" {self.training.loss_unit}"
-            self.display.say(f"step {self.training.steps_done}  held out {held_out:.3f}{unit}")
+            when = after(self.training.steps_done - 1)
+            self.display.say(f"held out {held_out:.3f}{unit} {when}")
         return held_out
 
     def _is_due(self, every: int) -> bool:
@@ -135,11 +131,10 @@ class AfterSteps:
         if made is not None and training.steps_done > self.writer.written:
             training.heartbeat.enter("gather")
             with span("ledger", lane="host"):
-                self.writer.leaves(made)
                 held_out = self._evaluate() if self._is_due(config.eval.every) else None
                 training.heartbeat.enter("ledger")
                 self.writer.step(made, held_out, last=training.steps_done == self.last or stop)
-                self.display.step(training.steps_done, made, training.timing.slow)
+                self.display.step(training.steps_done - 1, made, training.timing.slow)
         every = config.checks.replicas_every
         if training.group.size > 1 and (saves or (every and training.steps_done % every == 0)):
             training.compare_replicas()
@@ -176,8 +171,7 @@ class Generation:
         self.display = self._open.enter_context(closing(Display(mesh.rank, training.config.steps)))
         self._begun = begun = self._agree()
         if begun["is_finished"]:
-            done, steps = training.steps_done, training.config.steps
-            self.display.say(summary.finished(done, steps, command=training.command))
+            self.display.say(summary.finished(training.steps_done, command=training.command))
             training.heartbeat.enter("summary")
             on_first_rank(mesh.world.group, "looking at the summary", self._show_again)
             return Ending.DONE
@@ -201,7 +195,7 @@ class Generation:
         self._files.close()
         if ending is Ending.STOPPED:
             steps = f"{training.steps_done} of {training.config.steps}"
-            self.display.say(f"stopped after step {steps}; --resume goes on")
+            self.display.say(f"stopped after {steps} steps; --resume continues")
         self.close()
         if ending is Ending.REGROUP:
             return
@@ -241,9 +235,9 @@ class Generation:
             now = {"step": training.steps_done, "generation": training.generation}
             return {
                 "restarts": len(before),
-                "first_step": part_begins([*before, {**now, **placement(training).layout()}]),
+                "first_step": part_begins([*before, {**now, **layout(training)}]),
                 "is_finished": self._is_finished(),
-                "written": min(position(path), training.steps_done),  # the rest is done again
+                "written": min(steps_recorded(path), training.steps_done),  # the rest is made again
                 "canary": recorded[-1] if recorded else None,
                 "is_saved": bool(told.get("accepted")) or is_of_another_contract(path, training.steps_done),
             }
@@ -262,7 +256,7 @@ class Generation:
         """Whether an earlier command has made the last step, and summed up."""
         training, path = self.training, self.path
         done = training.steps_done
-        if training.generation > 1 or done < training.config.steps or position(path) != done:
+        if training.generation > 1 or done < training.config.steps or steps_recorded(path) != done:
             return False
         told = jsonl.read_object(path / SUMMARY)
         return told.get("steps") == done and not summary.SHOWN.problem(told)
@@ -332,7 +326,7 @@ class Generation:
 def _summary(
     training: ScriptTraining, path: Path, first_step: int, restarts: int, state: str
 ) -> dict[str, Any]:
-    config, lines = training.config, jsonl.read_lines(path / METRICS, shape=METRIC_LINES)
+    config, lines = training.config, jsonl.read_lines(path / RECORD, shape=LINES)
     return {
         "state_sha256": state,
         "steps": training.steps_done,
@@ -340,7 +334,7 @@ def _summary(
         "world_size": training.mesh.axes.world_size,
         "strategy": config.parallel.strategy,
         "ordered": config.parallel.ordered,
-        "contract": training.step_mode,
+        "step_mode": training.step_mode,
         **summary.figures(lines, first_step, training.items_per_step),
         "skipped_steps": training.health.skipped,
         "restarts": restarts,

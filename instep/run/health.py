@@ -1,7 +1,7 @@
 """Which steps are skipped: those on a list, those whose gradient is not finite, and, if asked, spikes.
 
-A skipped step counts as a step: its samples are read, the schedule of the learning rate goes on by its
-number, and weights and moments stay, because the optimizer is not called. Nothing but the step's number and
+A skipped step counts as a step: its samples are read, the schedule of the learning rate goes on, and weights
+and moments stay, because the optimizer finds no gradients. Nothing but the step's number and
 the norms so far is looked at, and a norm has the same bits on every rank and any number of them; so all
 ranks decide alike without a message, and on every placement the same steps are skipped.
 
@@ -54,7 +54,7 @@ class Health:
     def planned(self, step: int) -> str | None:
         """Why ``step``, counted from 0, is skipped whatever its gradient, or None. It needs no forward."""
         listed = step in self.checks.skip_steps
-        return f"it is {step} in skip_steps, which count from 0" if listed else None
+        return f"step {step} is in skip_steps" if listed else None
 
     def judge(self, norm: float) -> str | None:
         """Why the step whose gradient has this ``norm``, before clipping, is to be skipped, or None."""

@@ -19,8 +19,8 @@ from instep.launch.rank_process import exit_now
 from instep.launch.signals import listen_for_preemption
 from instep.mesh.join import join_store
 from instep.mesh.mesh import Mesh
+from instep.record.step_lines import starts
 from instep.run.script_training import ScriptTraining
-from instep.run.writer import starts
 
 MESSAGE_CHARACTERS = 4096
 LOSSES = (PeerLost, Desync, dist.DistError)

@@ -14,32 +14,11 @@ these, then the newest snapshot that is whole, then the newest checkpoint that v
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-BUBBLE_MS = "bubble_ms"  # among what is logged of a pipeline: waited for other stages
-
-
-@dataclass
-class Made:
-    """One step: its figures, the same on every rank but for the times, and why it was skipped if it was.
-
-    Every number in it goes to ``metrics.jsonl`` by its name, and what is ``logged``, of which the throughput
-    is the one whose name ends in ``_per_s``: ``tokens_per_s``, ``samples_per_s``.
-    """
-
-    loss: float
-    rate: float
-    norm: float
-    step_ms: float
-    exposed_ms: float  # waited while messages travelled
-    waiting_ms: float  # waited for a slower rank
-    skipped: str = ""
-    logged: dict[str, float] = field(default_factory=dict)  # figures that the training adds
-    stop: bool = False  # a rank has been asked to end the run
-    regroup: bool = False  # a rank has been asked to leave the group
-    copy: bool = False  # it is time for a snapshot
+from instep.record.step_lines import Made
 
 
 class Holds(Enum):
@@ -70,7 +49,7 @@ class RankState:
     def restored(self, step: int, last: dict[str, Any] | None) -> None:
         """Tensors are those of ``step``; not agreed upon yet."""
         self.steps_done = step
-        self.last = None if last is None else Made(**last)
+        self.last = None if last is None else Made.from_json(last)
 
     def agreed(self, *, complete: bool) -> None:
         """All ranks have agreed that this is the state of the run; whether this one has all of it."""
@@ -90,4 +69,4 @@ class RankState:
 
     def to_json(self) -> dict[str, Any]:
         """The position, for another process."""
-        return {"step": self.steps_done, "last": None if self.last is None else asdict(self.last)}
+        return {"step": self.steps_done, "last": self.last and self.last.to_json()}

@@ -43,7 +43,7 @@ from instep.elastic.snapshot import (
 )
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.net.agree import all_or_none, on_first_rank
-from instep.run.folder import CHECKPOINTS, CONFIG
+from instep.record.directory import CHECKPOINTS, CONFIG
 from instep.run.rank_state import Holds
 from instep.state.shards import Shard, without_ties
 from instep.state.stored import (

@@ -81,10 +81,10 @@ class RunStep(int):
         return int(self) + 1 == self._steps.num_steps
 
     def log(self, **figures: Any) -> None:
-        """Write down figures of this step: in ``metrics.jsonl``, on the terminal, where it was asked for.
+        """Record figures of this step, in ``steps.jsonl`` and the run's loggers; show the loss.
 
-        Those of rank 0 count: take ``instep.mean`` where ranks have different ones. "loss" stands in the
-        ledger too, and in the line that is shown. Of a step that is made again, the last ones count.
+        Those of rank 0 count: take ``instep.mean`` where ranks have different ones. Of a step that is made
+        again, the last ones count.
 
         Args:
             figures: numbers, or tensors and arrays of one element.
@@ -350,7 +350,7 @@ class ScriptLoop(Iterator[RunStep]):
         """Where the script has left the loop before its end; "" if it has not."""
         if self._is_over or self._generation is None or self._member is None:
             return ""
-        return f"after step {self.training.steps_done} of {self.num_steps}"
+        return f"after {self.training.steps_done} of {self.num_steps} steps"
 
     @property
     def rank(self) -> int:
@@ -392,8 +392,7 @@ class ScriptLoop(Iterator[RunStep]):
 
     def leave(self, error: BaseException | None) -> bool:
         """It ends, or has raised ``error``; whether that is taken care of."""
-        skipped = self.work.skipped_by(error)
-        if error is not None and skipped is None:
+        if error is not None:
             self.work.abandon()
             if not isinstance(error, RuntimeError) or self._member is None:
                 self._give_up()
@@ -409,7 +408,7 @@ class ScriptLoop(Iterator[RunStep]):
         try:
             if self.work.closed(self.twice.end):
                 return True
-            self._generation.after.made(self.work.end(skipped))
+            self._generation.after.made(self.work.end())
         except RuntimeError as lost:
             self.work.abandon()
             self._part(lost)

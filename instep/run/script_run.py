@@ -220,7 +220,7 @@ class Run:
         """Have ``held_out_loss()`` told before the first step, after one in ``every``, and after the last.
 
         It is called on all ranks together, between two steps, and again where a rank was lost meanwhile. What
-        it returns on rank 0 is shown, and is ``held_out_loss`` in ``metrics.jsonl`` and ``summary.json``.
+        it returns on rank 0 is shown, and is ``held_out_loss`` in ``steps.jsonl`` and ``summary.json``.
 
         Args:
             held_out_loss: the loss on what is not trained on; may communicate.

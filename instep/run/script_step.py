@@ -3,6 +3,9 @@
 begin      generators are keyed by (seed, step, rank), what is no tensor is noted
 in it      before an optimizer's step: is it registered? is its gradient finite? then the state is of no step
 end        ranks tell each other what each wishes, and how long it took; the step is counted
+
+A step that is not to be applied goes to its end like any other: its optimizers find no gradients and change
+nothing, while the script's schedules and averages go on. Nothing is raised that a script could catch.
 abandon    it has raised
 recover    of a lost rank: if no tensor was touched, the state is what it was, and may be given to others
 """
@@ -14,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instep.checkpoint.registered import RegisteredState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
@@ -29,31 +31,26 @@ from instep.events import GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
+from instep.record.step_lines import BUBBLE_MS, RESERVED, Made
 from instep.reduce.norm import Clips, clipping, grad_norm, norm_over
 from instep.replicate.gradient_hashes import GradientHashes, joined, observe_reduction, reductions_of
 from instep.rng.generators import global_generators, seed_generator
 from instep.rng.keys import derive
 from instep.run.nonfinite import NonFiniteSearch
-from instep.run.rank_state import BUBBLE_MS, Holds, Made
+from instep.run.rank_state import Holds
 from instep.run.script_training import ScriptTraining
 from instep.run.strangers import Strangers
-from instep.state.homes import autograd_leaf
+from instep.state.homes import autograd_leaf, offered
 from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
 
 WISHES = ("stop", "regroup", "copy")
-# Figures of a step in metrics.jsonl that are not the script's.
-WRITTEN = {"step", "held_out_loss", *(field.name for field in fields(Made))} - {"loss"}
 OWN = "script"  # the phase of what is no span
 PHASES = {
     **{name: name for name in ("data", "forward", "backward", "update")},
     **dict.fromkeys((SPANS[INPUT_GRADIENT], SPANS[WEIGHT_GRADIENT]), "backward"),  # of a stage
     **dict.fromkeys(WAITS, "exchange"),
 }
-
-
-class Declined(Exception):
-    """The gradient is not to be used: raised before an optimizer's step, on all ranks alike."""
 
 
 class SpanPhases:
@@ -124,11 +121,16 @@ class StepWork:
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []  # of each update
         self._clips = Clips(Recorder())
-        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._skipped = ""  # why this step is not applied
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
 
     def close(self) -> None:
         """There are no more steps."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Figures of this step."""
@@ -137,8 +139,10 @@ class StepWork:
                 "step.log: expected to be called inside of `with step:`: what is logged is a part of the step"
             )
         for name, value in figures.items():
-            if name in WRITTEN:
-                raise ValueError(f"step.log: {name}: the run writes one itself: take another name")
+            if name in RESERVED:
+                raise ValueError(
+                    f"step.log: {name}: the run records a field of this name itself: choose another name"
+                )
             if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -164,7 +168,7 @@ class StepWork:
         training.timing.begin(training.steps_done)
         with training.mesh.recorder.span("begin", lane="host"):
             self._began = time.monotonic()
-            self._logged, self._norms, self._judged = {}, [], False
+            self._logged, self._norms, self._judged, self._skipped = {}, [], False, ""
             self._num_updates = training.registered.num_updates.total()
             self._holds = training.rank_state.holds
             if self.recovers:
@@ -182,11 +186,11 @@ class StepWork:
         self.training.rank_state.holds = self._holds
         return then()
 
-    def end(self, skipped: str | None) -> float:
+    def end(self) -> float:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
-        training, made = self.training, self._logged
+        training, made, skipped = self.training, self._logged, self._skipped
         self._strangers.end(training.steps_done)
-        if skipped is None:
+        if not skipped:
             self._require_no_gradients()
         training.heartbeat.enter("loss")
         wishes = {name: float(wish()) for name, wish in self.wishes.items()}
@@ -196,7 +200,7 @@ class StepWork:
         norm = self._settle_norm()
         health = training.health
         if skipped and health.exhausted and health.planned(training.steps_done) is None:
-            self.search.give_up(skipped, norm)
+            self.search.give_up(skipped, math.nan if norm is None else norm)
         exposed_s, waiting_s, bubble_s = training.timing.waits()
         step_s = time.monotonic() - self._began
         logged = {name: x for name, x in made.items() if name != "loss"}
@@ -204,13 +208,13 @@ class StepWork:
             logged[BUBBLE_MS] = bubble_s * 1e3
         training.rank_state.counted(
             Made(
-                loss=made.get("loss", math.nan),
+                loss=made.get("loss"),
                 rate=self._rate(),
                 norm=norm,
                 step_ms=step_s * 1e3,
                 exposed_ms=exposed_s * 1e3,
                 waiting_ms=waiting_s * 1e3,
-                skipped=skipped or "",
+                skipped=skipped,
                 logged={f"{training.item}_per_s": training.items_per_step / step_s, **logged},
                 **{name: wished.get(name, 0.0) > 0 for name in WISHES},
             )
@@ -221,10 +225,6 @@ class StepWork:
     def abandon(self) -> None:
         """The step has raised; nothing of it is counted."""
         self._close()
-
-    def skipped_by(self, error: BaseException | None) -> str | None:
-        """Why the step was left without an update, if ``error`` says so."""
-        return str(error) if isinstance(error, Declined) else None
 
     def recover(self) -> None:
         """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
@@ -254,10 +254,12 @@ class StepWork:
         handle = poison_gradients(autograd_leaf(named(fault, trained)))
         self._watching.callback(handle.remove)
 
-    def _settle_norm(self) -> float:
+    def _settle_norm(self) -> float | None:
         """The norm of the step's gradient; all ranks have judged by it."""
         norms = self._norms or self._clips.norms
-        norm = math.hypot(*norms) if norms else math.nan
+        if not norms:
+            return None
+        norm = math.hypot(*norms)
         if not self._judged and self._norms:
             self.training.health.judge(norm)
         return norm
@@ -275,10 +277,9 @@ class StepWork:
         for other in global_generators():
             other.key(key)
 
-    def _rate(self) -> float:
-        for optimizer in self.training.registered.optimizers.values():
-            return float(optimizer.param_groups[0].get("lr", math.nan))
-        return math.nan
+    def _rate(self) -> float | None:
+        groups = (optimizer.param_groups[0] for optimizer in self.training.registered.optimizers.values())
+        return next((float(group["lr"]) for group in groups if "lr" in group), None)
 
     def _require_no_gradients(self) -> None:
         """ValueError if the step has left gradients for the update of another: they are in no state."""
@@ -298,42 +299,67 @@ class StepWork:
 
     # Before an optimizer's step.
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._is_open or threading.get_ident() != self._thread:
-            return
+            return None
         name = self._optimizers.get(id(optimizer))
         if name is None:
             steps = self.training.state.steps
             self._strangers.require_known(optimizer, () if steps is None else steps.locals)
-            return
+            return None
         training = self.training
-        planned = training.health.planned(training.steps_done)
-        if planned is not None:
-            self._leave_out(planned)
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        known = self._clips.norm_of([p.grad for p in stepped if p.grad is not None])
-        self._norms.append(norm_over(stepped) if known is None else known)
-        self._clips.clear()
-        self._judge(self._norms[-1])
+        self._skipped = self._skipped or training.health.planned(training.steps_done) or ""
+        if not self._skipped:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            known = self._clips.norm_of([p.grad for p in stepped if p.grad is not None])
+            self._norms.append(norm_over(stepped) if known is None else known)
+            self._clips.clear()
+            self._judge(self._norms[-1])
         training.rank_state.holds = Holds.NOTHING
+        if not self._skipped:
+            return None
+        self._drop_gradients()
+        self._before = [p._version for group in optimizer.param_groups for p in group["params"]]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+        others = {name: x for name, x in kwargs.items() if name != "closure"}
+
+        def without_gradients() -> Any:
+            loss = closure()
+            self._drop_gradients()
+            return loss
+
+        return (args[0], without_gradients), others
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """RuntimeError if ``optimizer`` has changed weights in a step that is skipped."""
+        if not self._is_open or not self._skipped or id(optimizer) not in self._optimizers:
+            return
+        now = [p._version for group in optimizer.param_groups for p in group["params"]]
+        if now != self._before and offered(optimizer) is None:
+            raise RuntimeError(
+                f"step {self.training.steps_done} is skipped ({self._skipped}), but "
+                f"{type(optimizer).__name__}.step() changed parameters whose .grad is None: have it leave "
+                "these alone, as torch's optimizers do"
+            )
 
     def _judge(self, norm: float) -> None:
-        """Leave the step if its gradient is not to be used; all ranks have the same norm."""
-        training, health = self.training, self.training.health
+        """Skip the step if its gradient is not to be used; all ranks have the same norm."""
         if len(self._optimizers) > 1 and math.isfinite(norm):
             return
         self._judged = True
-        reason = health.judge(norm)
-        if reason is None:
-            return
-        self.search.look_at(training.module)
-        self._leave_out(reason)
+        if reason := self.training.health.judge(norm):
+            self.search.look_at(self.training.module)
+            self._skipped = reason
 
-    def _leave_out(self, reason: str) -> NoReturn:
-        """Leave the step, without an update."""
-        for each in self.training.registered.optimizers.values():
-            each.zero_grad()
-        raise Declined(reason)
+    def _drop_gradients(self) -> None:
+        """Give the optimizers nothing to step with."""
+        for optimizer in self.training.registered.optimizers.values():
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
 
 
 def share(

@@ -26,9 +26,10 @@ from instep.errors import CheckpointRejected, ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
+from instep.record.step_lines import Made
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
-from instep.run.rank_state import Made, RankState
+from instep.run.rank_state import RankState
 from instep.run.recovery import Built, send
 from instep.run.settings import ScriptBatch, ScriptCommand, ScriptConfig
 from instep.run.timing import Timing

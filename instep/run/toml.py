@@ -18,8 +18,8 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from instep.checkpoint.manifest import Scalar
+from instep.record.directory import CONFIG as CONFIG
 
-CONFIG = "config.toml"  # in a run directory
 # What others call settings, where the letters are too far apart to tell.
 USUAL = {
     "batch_size": "batch.global_size",

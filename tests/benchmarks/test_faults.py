@@ -39,7 +39,7 @@ FOUND = Found(
     events=[FAILURE, RECOVERY],
     moments=[10 * SECOND],
     same=True,
-    steps=[(step, 16 * step) for step in range(1, 9)],
+    steps=[(step, 16 * (step + 1)) for step in range(8)],
 )
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_wrong_where_all_is_as_expected():
         ({"said": "it ended"}, "expected 'SIGKILL' among what it says"),
         ({"same": False}, "expected the hash of the undisturbed run"),
         ({"left": ["process 7"]}, "left behind: process 7"),
-        ({"steps": FOUND.steps[:-1]}, "every sample once, but step 8 has cursor None"),
+        ({"steps": FOUND.steps[:-1]}, "every sample once, but step 7 has cursor None"),
         ({"steps": [*FOUND.steps, (3, 16)]}, "every sample once, but step 3 has cursor 16"),
         ({"skipped": 1}, "expected 0 skipped steps, got 1"),
         ({"problems": ["it did not end"]}, "it did not end"),

@@ -1,6 +1,6 @@
 """Files that were valid JSON, but not what a run writes, ended in a traceback; pipes were waited for.
 
-A ledger whose step was text ended `--resume` in a comparison of text with a number, and `mkfifo` in the place
+A line whose step was text ended `--resume` in a comparison of text with a number, and `mkfifo` in the place
 of any file hung every command that looked at it, for ever.
 """
 
@@ -17,15 +17,16 @@ import pytest
 
 from instep.net.peers import own_peer
 from instep.recipes import text_config
+from instep.record import summary
+from instep.record.compare import compare
+from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY, WORKERS
+from instep.record.jsonl import EVENTS, OF_STEPS, JsonLines, read_lines, read_object
+from instep.record.status import run_status
+from instep.record.step_lines import LINES, Made, evaluated, part_begins, read_run, started, starts, step_line
 from instep.ring_buffer import RingBuffer, read_head
-from instep.run import folder, summary
-from instep.run.compare import compare
-from instep.run.folder import CONFIG, FAULTS, METRICS, SUMMARY, WORKERS
-from instep.run.jsonl import EVENTS, OF_STEPS, JsonLines, read_lines, read_object
-from instep.run.ledger import LEDGER, LINES, LedgerWriter, Placement, part_begins, read_run
-from instep.run.status import run_status
+from instep.run import folder
 from instep.run.toml import to_toml
-from instep.run.writer import METRIC_LINES, require_readable, starts
+from instep.run.writer import require_readable
 from instep.timeline.trace_files import RunTraces
 
 ODD: list[Any] = [None, True, -1, 1 << 70, "text", [1], {"a": {"b": []}}]
@@ -34,17 +35,18 @@ ODD: list[Any] = [None, True, -1, 1 << 70, "text", [1], {"a": {"b": []}}]
 def a_run(path: Path) -> Path:
     """The files that a run of two steps leaves, in ``path``."""
     folder.begin(path, to_toml(text_config.tiny()), [own_peer(0)])
-    lines = {name: JsonLines(path / name, until_step=0) for name in (METRICS, LEDGER)}
-    ledger = LedgerWriter(lines[LEDGER].write, Placement({"dp": 2}, "bucketed", 2), every=1)
-    state = ("ab", {"w": "cd"})
-    ledger.started(0, restarts=0, fingerprint="f", numerical={"seed": 0}, canary="c", state=state)
-    lines[METRICS].write(step=0, held_out_loss=5.0)
-    for step in (1, 2):
-        lines[METRICS].write(step=step, loss=3.0, step_ms=2.0, exposed_ms=0.1, tokens_per_s=10.0)
-        ledger.step(step, cursor=step, loss=3.0, norm=1.0, sampled=[("w", 0, "ab")], whole=state)
-    for each in lines.values():
-        each.close()
-    faults = JsonLines(path / FAULTS, until_step=0, shape=EVENTS)
+    lines = JsonLines(path / RECORD, before_step=0)
+    state, layout = ("ab", {"w": "cd"}), {"world_size": 2, "placement": {"dp": 2}, "strategy": "bucketed"}
+    contract = {"fingerprint": "f", "numerical": {"seed": 0}, "canary": "c"}
+    lines.write(**started(0, layout, restarts=0, **contract, state=state))
+    lines.write(**evaluated(5.0))
+    for step in (0, 1):
+        made = Made(loss=3.0, norm=1.0, step_ms=2.0, exposed_ms=0.1, logged={"tokens_per_s": 10.0})
+        leaves = [{"leaf": 0, "rank": 1, "parameters": {"w": "ab"}}]
+        hashes = {"whole": state, "leaves": leaves, "reduced": {"w": "ef"}}
+        lines.write(**step_line(step, made, cursor=step + 1, sampled=[("w", 0, "ab")], **hashes))
+    lines.close()
+    faults = JsonLines(path / FAULTS, before_step=0, shape=EVENTS)
     faults.write(event="failure", step=-1, rank=0)
     faults.close()
     figures = {"steps": 2, "strategy": "bucketed", "num_replicas": 2, "state_sha256": "ab", "loss_last": 3.0}
@@ -57,9 +59,9 @@ def resumed(path: Path) -> None:
     folder.workers(path)
     require_readable(path)
     part_begins(starts(path))
-    for name, shape in {METRICS: METRIC_LINES, LEDGER: LINES, FAULTS: EVENTS}.items():
-        JsonLines(path / name, until_step=1, shape=shape).close()
-    summary.figures(read_lines(path / METRICS, shape=METRIC_LINES), 0, 8)
+    for name, shape in {RECORD: LINES, FAULTS: EVENTS}.items():
+        JsonLines(path / name, before_step=1, shape=shape).close()
+    summary.figures(read_lines(path / RECORD, shape=LINES), 0, 8)
 
 
 def shown_again(path: Path) -> None:
@@ -74,20 +76,19 @@ def compared(path: Path) -> None:
 
 def reported(path: Path) -> None:
     notes: list[str] = []
-    metrics = read_lines(path / METRICS, notes, OF_STEPS)
-    starts = read_lines(path / LEDGER, notes)
+    lines = read_lines(path / RECORD, notes, OF_STEPS)
     read_lines(path / FAULTS, notes)
-    run_status(path, read_object(path / SUMMARY, notes), metrics, starts, RunTraces({}), notes)
+    run_status(path, read_object(path / SUMMARY, notes), lines, lines, RunTraces({}), notes)
 
 
 Read = Callable[[Path], None]
 READERS: list[tuple[Read, str]] = [
-    *[(resumed, name) for name in (METRICS, LEDGER, FAULTS, WORKERS)],
-    *[(reported, name) for name in (METRICS, LEDGER, FAULTS, SUMMARY, WORKERS)],
+    *[(resumed, name) for name in (RECORD, FAULTS, WORKERS)],
+    *[(reported, name) for name in (RECORD, FAULTS, SUMMARY, WORKERS)],
     (shown_again, SUMMARY),
-    (compared, LEDGER),
+    (compared, RECORD),
 ]
-REFUSED = {(resumed, METRICS), (resumed, LEDGER), (resumed, FAULTS), (compared, LEDGER)}
+REFUSED = {(resumed, RECORD), (resumed, FAULTS), (compared, RECORD)}
 
 
 def damaged(line: Any) -> Iterator[Any]:

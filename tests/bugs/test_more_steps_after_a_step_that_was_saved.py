@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import instep
-from instep.run.folder import CHECKPOINTS
-from instep.run.ledger import LEDGER
+from instep.record.directory import CHECKPOINTS, RECORD
 from tests.run.loops import Loop
 
 
@@ -42,5 +41,5 @@ def test_so_they_are_if_the_first_of_them_failed(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError):
             run_on(tmp_path, 6, fails_at=4, resume=True, accept_contract=True)
-    assert (tmp_path / LEDGER).read_text().count('"contract accepted"') == 2
+    assert (tmp_path / RECORD).read_text().count('"contract accepted"') == 2
     assert run_on(tmp_path, 6, resume=True, accept_contract=True) == [4, 5]

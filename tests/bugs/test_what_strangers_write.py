@@ -24,8 +24,8 @@ from instep.checkpoint.load import newest
 from instep.checkpoint.shorthand import load, save
 from instep.errors import CheckpointRejected
 from instep.events import Timeline
+from instep.record.jsonl import JsonLines, replace_text
 from instep.ring_buffer import RingBuffer
-from instep.run.jsonl import JsonLines, replace_text
 from instep.shm import segment
 from instep.timeline import style
 from instep.timeline.chrome_trace import write_traces
@@ -74,7 +74,7 @@ def test_what_is_made_anew_takes_the_place_of_a_link(tmp_path: Path, precious: P
 
 @pytest.mark.parametrize(
     "open_it",
-    [lambda path: JsonLines(path, until_step=1), lambda path: RingBuffer(4, path)],
+    [lambda path: JsonLines(path, before_step=2), lambda path: RingBuffer(4, path)],
     ids=["lines", "ring"],
 )
 def test_what_is_gone_on_with_is_no_link(tmp_path: Path, precious: Path, open_it: Callable[[Path], object]):

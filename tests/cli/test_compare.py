@@ -12,40 +12,51 @@ from instep.cli.compare import main
 from instep.cli.exit_codes import DONE, FAILED, USAGE
 from instep.cli.train import parse
 from instep.recipes import text_config
-from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement
-from instep.run.toml import CONFIG, to_toml
+from instep.record.directory import CONFIG, RECORD
+from instep.record.step_lines import Made, accepted, started, step_line
+from instep.run.toml import to_toml
 
-ONE, TWO = Placement({"dp": 1}, "bucketed", 1), Placement({"dp": 2}, "bucketed", 2)
 SIZE = 32
 
 
-def write(path: Path, losses: list[float], placement: Placement = ONE, **numerical: Any) -> Path:
+def append(path: Path, *lines: dict[str, Any]) -> None:
+    with (path / RECORD).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def begun(step: int, ranks: int, numerical: dict[str, Any] | None = None) -> dict[str, Any]:
+    layout = {"world_size": ranks, "placement": {"dp": ranks}, "strategy": "bucketed"}
+    return started(step, layout, restarts=0, fingerprint="", numerical=numerical or {}, canary="c" * 64)
+
+
+def write(path: Path, losses: list[float], ranks: int = 1, **numerical: Any) -> Path:
     """A run of as many steps as it has losses."""
     path.mkdir()
     (path / CONFIG).write_text(to_toml(text_config.default()))
-    with (path / LEDGER).open("w") as file:
-        ledger = LedgerWriter(lambda **fields: file.write(json.dumps(fields) + "\n"), placement, every=2)
-        fields = {"batch.global_size": SIZE, **numerical}
-        ledger.started(0, restarts=0, fingerprint="", numerical=fields, canary="c" * 64)
-        for step, loss in enumerate(losses, start=1):
-            sample = [("head.weight", 3, f"{int(loss * 16):08x}")]
-            ledger.step(step, cursor=step * SIZE, loss=loss, norm=1.0, sampled=sample)
+    append(path, begun(0, ranks, {"batch.global_size": SIZE, **numerical}))
+    for step, loss in enumerate(losses):
+        sample = [("head.weight", 3, f"{int(loss * 16):08x}")]
+        append(path, step_line(step, Made(loss=loss, norm=1.0), cursor=(step + 1) * SIZE, sampled=sample))
     return path
 
 
-def leaf_book(path: Path, step: int, leaves: list[tuple[int, str]], reduced: str) -> None:
-    lines: list[dict[str, Any]] = [
-        {"step": step, "leaf": leaf, "rank": rank, "parameters": {"head.weight": digest, "head.bias": "0"}}
+def add_leaves(path: Path, step: int, leaves: list[tuple[int, str]], reduced: str) -> None:
+    """Give the line of ``step`` hashes of gradients: of each micro-batch the rank, and that of the weight."""
+    lines = [json.loads(line) for line in (path / RECORD).read_text().splitlines()]
+    line = next(line for line in lines if "event" not in line and line["step"] == step)
+    line["leaves"] = [
+        {"leaf": leaf, "rank": rank, "parameters": {"head.weight": digest, "head.bias": "0"}}
         for leaf, (rank, digest) in enumerate(leaves)
     ]
-    lines.append({"step": step, "reduced": {"head.weight": reduced, "head.bias": "0"}})
-    (path / LEAVES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    line["reduced"] = {"head.weight": reduced, "head.bias": "0"}
+    (path / RECORD).write_text("")
+    append(path, *lines)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """One that parts from the other at its third step."""
-    return write(tmp_path / "a", [4.0, 3.0, 2.5, 2.0]), write(tmp_path / "b", [4.0, 3.0, 2.75, 2.0], TWO)
+    """Two that differ in step 2."""
+    return write(tmp_path / "a", [4.0, 3.0, 2.5, 2.0]), write(tmp_path / "b", [4.0, 3.0, 2.75, 2.0], 2)
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: object, code: int) -> str:
@@ -55,17 +66,17 @@ def said(capsys: pytest.CaptureFixture[str], *args: object, code: int) -> str:
 
 
 def test_equal_runs_end_with_0_and_say_how_far_they_are_equal(tmp_path, capsys):
-    a, b = write(tmp_path / "a", [4.0, 3.0]), write(tmp_path / "b", [4.0, 3.0, 2.5], TWO)
+    a, b = write(tmp_path / "a", [4.0, 3.0]), write(tmp_path / "b", [4.0, 3.0, 2.5], 2)
     out = said(capsys, a, b, code=DONE)
-    assert "the same bits in all 2 steps that both have; B goes on to step 3" in out
-    assert f"B  {b}: 3 steps; started after step 0 on dp=2, bucketed; samples 0 to 95" in out
+    assert "same bits in all 2 steps that both have; B continues to step 2" in out
+    assert f"B  {b}: 3 steps; started at step 0 on dp=2, bucketed; samples 0 to 95" in out
 
 
 def test_a_parting_ends_with_1_and_names_step_field_and_parameter(runs, capsys):
     out = said(capsys, *runs, code=FAILED)
-    assert "they part at step 3:" in out
-    assert "   loss: 0x1.4000000000000p+1 (2.5) in A, 0x1.6000000000000p+1 (2.75) in B" in out
-    assert "parameter: head.weight (1 of the 1 that the line of step 3 tells of)" in out
+    assert "they differ from step 2 on:" in out
+    assert "   loss: 2.5 in A, 2.75 in B" in out
+    assert "parameter: head.weight (1 of the 1 hashed after step 2)" in out
 
 
 def test_without_leaves_it_prints_commands_that_the_parser_takes(runs, capsys):
@@ -92,13 +103,13 @@ def test_without_leaves_it_prints_commands_that_the_parser_takes(runs, capsys):
             "cause: reducing: the gradient of every micro-batch is the same, their sum",
         ),
         ([(0, "x"), (1, "y")], "s", "cause: updating: the reduced gradient is the same, what was made of it"),
-        ([(0, "w"), (1, "z")], "s", "cause: came into the step: the gradient of every micro-batch differs"),
+        ([(0, "w"), (1, "z")], "s", "cause: before the step: the gradient of every micro-batch differs"),
     ],
     ids=["computing", "reducing", "updating", "before"],
 )
 def test_with_leaves_it_says_what_did_it(runs, capsys, leaves, reduced, expected):
-    leaf_book(runs[0], 3, [(0, "x"), (0, "y")], "s")
-    leaf_book(runs[1], 3, leaves, reduced)
+    add_leaves(runs[0], 2, [(0, "x"), (0, "y")], "s")
+    add_leaves(runs[1], 2, leaves, reduced)
     out = said(capsys, *runs, code=FAILED)
     assert expected in out
     if "computing" in expected:
@@ -108,41 +119,37 @@ def test_with_leaves_it_says_what_did_it(runs, capsys, leaves, reduced, expected
 def test_other_settings_are_said_first(tmp_path, capsys):
     a, b = write(tmp_path / "a", [4.0], seed=0), write(tmp_path / "b", [3.0], seed=1)
     out = said(capsys, a, b, code=FAILED)
-    expected = "these runs cannot be expected to have the same bits:\n   seed: 0 in A, 1 in B\n"
-    assert expected in out and out.index(expected) < out.index("they part")
-    assert out.splitlines()[-1] == "cause: what differs between them, above"
+    expected = "so their bits may differ:\n   seed: 0 in A, 1 in B\n"
+    assert expected in out and out.index(expected) < out.index("they differ from")
+    assert out.splitlines()[-1] == "cause: the different configurations, above"
 
 
 def test_a_contract_that_was_accepted_before_they_part_is_the_cause(runs, capsys):
-    with (runs[1] / LEDGER).open("a") as file:
-        ledger = LedgerWriter(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
-        ledger.accepted(2, ["lr: 1 in the checkpoint, 2 now"])
+    append(runs[1], accepted(2, ["lr: 1 in the checkpoint, 2 now"]))
     out = said(capsys, *runs, code=FAILED)
-    told = "cause: B has gone on under another contract after step 2 (lr: 1 in the checkpoint, 2 now)"
+    told = "cause: B continued under another contract at step 2 (lr: 1 in the checkpoint, 2 now)"
     assert out.splitlines()[-1] == told
 
 
 def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
-    with (runs[1] / LEDGER).open("a") as file:
-        ledger = LedgerWriter(lambda **fields: file.write(json.dumps(fields) + "\n"), TWO, every=0)
-        ledger.accepted(4, ["threads: 1 in the checkpoint, 2 now"])
-        ledger.started(4, restarts=1, fingerprint="", numerical={}, canary="")
-        file.write('{"step": 5, "cur')
+    append(runs[1], accepted(4, ["threads: 1 in the checkpoint, 2 now"]), begun(4, 2))
+    with (runs[1] / RECORD).open("a") as file:
+        file.write('{"step": 4, "cur')
     out = said(capsys, *runs, code=FAILED)
-    assert "went on after step 4 on dp=2, bucketed; accepted another contract after step 4 (" in out
-    assert "after step 4 (threads: 1 in the checkpoint, 2 now)" in out
-    assert f"   warning: {runs[1] / LEDGER}, line 8: torn, and left out" in out
+    assert "continued at step 4 on dp=2, bucketed; accepted another contract at step 4 (" in out
+    assert "at step 4 (threads: 1 in the checkpoint, 2 now)" in out
+    assert f"   warning: {runs[1] / RECORD}, line 8: torn, and left out" in out
 
 
 def test_json_has_everything(runs, capsys):
     found = json.loads(said(capsys, *runs, "--json", code=FAILED))
-    assert (found["same"], found["parting"]["step"], found["parting"]["cause"]) == (False, 3, None)
+    assert (found["same"], found["first"]["step"], found["first"]["cause"]) == (False, 2, None)
     assert set(found["notes"]) == {str(run) for run in runs}
 
 
 @pytest.mark.parametrize("content", [b"", b"[]\n", b"\x80\x81\n", b'{"step": 1.5}\n', b"[" * 99_999 + b"\n"])
-def test_a_file_that_is_no_ledger_is_one_line_on_stderr(runs, capsys, content):
-    (runs[1] / LEDGER).write_bytes(content)
+def test_a_file_that_is_no_record_is_one_line_on_stderr(runs, capsys, content):
+    (runs[1] / RECORD).write_bytes(content)
     err = said(capsys, *runs, code=USAGE)
     assert err.startswith("instep compare: error: ") and err.count("\n") == 1
     assert str(runs[1]) in err

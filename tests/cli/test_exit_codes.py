@@ -10,7 +10,7 @@ from instep.cli.exit_codes import FAILED, INTERRUPTED, REJECTED, USAGE, exit_cod
 from instep.errors import CheckpointRejected, ContractBroken, Desync, PeerLost
 from instep.launch.rank_exit import ErrorRecord, Exit, RankFailed
 
-NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "steps.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_every_error_has_its_code(error, code):
             ValueError("steps: expected a number above 0, got 0"),
             "error: steps: expected a number above 0, got 0",
         ),
-        (NO_SPACE, "error: metrics.jsonl: no space left on device"),
+        (NO_SPACE, "error: steps.jsonl: no space left on device"),
         (OSError(errno.EPIPE, os.strerror(errno.EPIPE)), "error: broken pipe"),
         (FileExistsError("runs/a holds another run"), "error: runs/a holds another run"),
         (ValueError(), "error: ValueError"),

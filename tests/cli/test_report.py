@@ -13,8 +13,8 @@ import pytest
 
 from instep.cli.exit_codes import DONE, USAGE
 from instep.cli.report import ReportOptions, main, parse
-from instep.run import report_data
-from instep.run.folder import CONFIG
+from instep.record import report_data
+from instep.record.directory import CONFIG
 from instep.timeline.trace_files import FOLDER
 from tests.timeline.made_up_run import MadeUpRun
 

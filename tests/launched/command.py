@@ -17,9 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from instep.run.folder import FAULTS, SUMMARY, WORKERS
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
+from instep.record.directory import FAULTS, RECORD, SUMMARY, WORKERS
+from instep.record.jsonl import read_lines
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100  # below what pytest grants: a busy machine is slow
@@ -224,9 +223,9 @@ def tree(path: Path) -> dict[str, bytes | None]:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, object]]:
-    """The ledger's lines that stand for steps, without where they were made."""
-    lines = [line for line in read_lines(run_dir / LEDGER) if "cursor" in line]
-    return [{name: line[name] for name in ("step", "cursor", "loss", "grad_norm")} for line in lines]
+    """The lines of steps, without their times."""
+    lines = [line for line in read_lines(run_dir / RECORD) if "cursor" in line]
+    return [{name: line.get(name) for name in ("step", "cursor", "loss", "norm")} for line in lines]
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -243,8 +242,8 @@ def events(run_dir: Path, event: str, file: str = FAULTS) -> list[dict[str, Any]
 
 
 def hashes_of(run_dir: Path) -> dict[int, tuple[Any, ...]]:
-    """By step, what the ledger's last line of it says of the state."""
-    lines = [line for line in read_lines(run_dir / LEDGER) if "cursor" in line]
+    """By step, the hashes of the state after it."""
+    lines = [line for line in read_lines(run_dir / RECORD) if "cursor" in line]
     return {line["step"]: tuple(map(line.get, ("sampled", "state_sha256", "entries"))) for line in lines}
 
 
@@ -256,7 +255,7 @@ def assert_same_run(run_dir: Path, reference: Path, global_size: int = 16) -> No
     lines = steps_of(run_dir)
     assert lines == steps_of(reference)
     assert [(line["step"], line["cursor"]) for line in lines] == [
-        (step, step * global_size) for step in range(1, len(lines) + 1)
+        (step, (step + 1) * global_size) for step in range(len(lines))
     ]
     ours, theirs = hashes_of(run_dir), hashes_of(reference)
     assert ours.keys() == theirs.keys()

@@ -15,7 +15,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from instep.cli.exit_codes import FAILED, INTERRUPTED, REJECTED, USAGE
-from instep.run.folder import CHECKPOINTS, CONFIG, LOCK, SUMMARY, WORKERS
+from instep.record.directory import CHECKPOINTS, CONFIG, RECORD, SUMMARY, WORKERS
+from instep.run.folder import LOCK
 from instep.timeline.trace_files import FOLDER
 from tests.launched.command import (
     INSTEP,
@@ -214,7 +215,7 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, by, recipe, tmp_path):
     flags = ("-n", ranks, "--steps", 100_000, "--eval.every", 1, "--run-dir", "run")
     starting = by("train", *recipe, *flags, cwd=tmp_path)
     with starting as process:
-        read_until(process, "step 3  held out")
+        read_until(process, "after step 2")
         assert (tmp_path / "run" / WORKERS).exists()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -227,15 +228,14 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, by, recipe, tmp_path):
     assert "Traceback" not in err
     assert out == ""
     left = {path.name for path in (tmp_path / "run").iterdir()} - {"faults.jsonl"}  # of a rank seen to end
-    assert left == {CONFIG, "metrics.jsonl", "ledger.jsonl", FOLDER, CHECKPOINTS}
+    assert left == {CONFIG, RECORD, FOLDER, CHECKPOINTS}
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "line"),
-    [("metrics.jsonl", USAGE, "step: expected a whole number from 0, got 'x'"), ("ledger.jsonl", FAILED, "")],
+    ("code", "line"), [(USAGE, "step: expected a whole number from 0, got 'x'"), (FAILED, "")]
 )
-def test_a_run_does_not_go_on_with_what_no_run_has_written(name, code, line, recipe, half_way, tmp_path):
-    path = half_way() / name
+def test_a_run_does_not_go_on_with_what_no_run_has_written(code, line, recipe, half_way, tmp_path):
+    path = half_way() / RECORD
     if line:
         path.write_text(path.read_text() + '{"step": "x"}\n')
     else:
@@ -250,10 +250,10 @@ def test_a_run_shares_its_directory_with_no_other_command_and_ends_when_it_is_re
     (tmp_path / "link").symlink_to("disk")
     flags = (*recipe, "-n", 2, "--steps", 100_000, "--eval.every", 1)
     with started_warm("train", *flags, "--run-dir", "link", cwd=tmp_path) as process:
-        read_until(process, "step 3  held out")
+        read_until(process, "after step 2")
         other = train("--resume", "-n", 1, "--run-dir", "disk", cwd=tmp_path)
         other.assert_failed(USAGE, f"disk: directory in use by pid {process.pid} on ")
-        read_until(process, "step 6  held out")
+        read_until(process, "after step 5")
         (tmp_path / "disk").rename(tmp_path / "moved")
         out, err = process.communicate()
     assert process.returncode == FAILED and out == "" and "Traceback" not in err

@@ -10,7 +10,7 @@ import pytest
 
 from instep.checkpoint.load import newest, verify
 from instep.elastic.faults import parse_all
-from instep.run.folder import CHECKPOINTS
+from instep.record.directory import CHECKPOINTS
 from tests.launched.command import assert_same_run, events, faults, hashes_of, summary, train
 from tests.launched.conftest import STEPS
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from instep.launch.launch import launch
-from instep.run.folder import FAULTS, SUMMARY
-from instep.run.jsonl import read_lines
+from instep.record.directory import FAULTS, SUMMARY
+from instep.record.jsonl import read_lines
 from tests.launched.command import ROOT, instep
 
 SHORTER = {
-    "gan.py": {"STEPS, BATCH, NOISE = 400,": "STEPS, BATCH, NOISE = 8,"},
+    "gan.py": {"RECORD, BATCH, NOISE = 400,": "RECORD, BATCH, NOISE = 8,"},
     "language.py": {"default=150": "default=12"},
     "vision.py": {"NUM_HELD_OUT = 4, 960, 200": "NUM_HELD_OUT = 2, 128, 20"},
 }

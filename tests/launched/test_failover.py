@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.run.folder import SUMMARY, WORKERS
-from instep.run.ledger import LEDGER
+from instep.record.directory import RECORD, SUMMARY, WORKERS
 from tests.launched.command import (
     TORCHRUN,
     assert_same_run,
@@ -56,7 +55,7 @@ def test_two_ranks_four_one_three_in_one_run_give_the_bits_of_one(
     ended = train(*flags, *SLOWLY, *faults(*specs), "-n", 2, "--run-dir", "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "run", reference)
-    starts = events(tmp_path / "run", "started", LEDGER)
+    starts = events(tmp_path / "run", "started", RECORD)
     assert [line["world_size"] for line in starts] == [2, 4, 1, 3]
     assert [line["generation"] for line in starts] == [1, 2, 3, 4]
     assert events(tmp_path / "run", "failure") == []
@@ -76,7 +75,7 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
     assert "SIGTERM: stopping after this step, with a checkpoint; a second signal stops at once\n" in err
     done = summary(path)["steps"]
     assert 0 < done < LONG
-    assert f"stopped after step {done} of {LONG}; --resume goes on\n" in err
+    assert f"stopped after {done} of {LONG} steps; --resume continues\n" in err
     resumed = train(*flags, "-n", 3, "--run-dir", path, "--resume", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
     assert_same_run(path, reference)

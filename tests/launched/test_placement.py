@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.run.folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, WORKERS
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
+from instep.record.directory import CHECKPOINTS, CONFIG, RECORD, SUMMARY, WORKERS
+from instep.record.jsonl import read_lines
 from instep.timeline.trace_files import FOLDER
 from tests.launched.command import assert_same_run, read_until, started_warm, steps_of, summary, train
 from tests.launched.conftest import LONG, SLOWLY, STEPS
@@ -25,7 +24,7 @@ FIELDS = {
     "steps",
     "world_size",
     "strategy",
-    "contract",
+    "step_mode",
     "loss_first",
     "loss_last",
     "step_ms_median",
@@ -39,23 +38,23 @@ FIELDS = {
 def assert_every_sample_once(run_dir: Path, global_size: int = 16) -> None:
     """Each step begins where the one before it ended."""
     lines = steps_of(run_dir)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert [line["cursor"] for line in lines] == [line * global_size for line in range(1, len(lines) + 1)]
+    assert [line["step"] for line in lines] == [*range(len(lines))]
+    assert [line["cursor"] for line in lines] == [(step + 1) * global_size for step in range(len(lines))]
 
 
 def test_a_run_leaves_its_whole_record(undisturbed):
     assert sorted(path.name for path in undisturbed.iterdir()) == sorted(
-        [CONFIG, METRICS, LEDGER, SUMMARY, CHECKPOINTS, FOLDER]
+        [CONFIG, RECORD, SUMMARY, CHECKPOINTS, FOLDER]
     )
     found = summary(undisturbed)
     assert found.keys() >= FIELDS
     assert all(found[field] is not None for field in FIELDS)
     assert (found["steps"], found["world_size"], found["restarts"]) == (STEPS, 1, 0)
-    assert found["contract"] == "declared"
+    assert found["step_mode"] == "declared"
     assert found["loss_last"] < found["loss_first"]
     saved = sorted(path.name for path in (undisturbed / CHECKPOINTS).iterdir())
     assert saved == ["step-00000000", f"step-{STEPS:08d}"]
-    assert read_lines(undisturbed / LEDGER)[-1]["state_sha256"] == found["state_sha256"]
+    assert read_lines(undisturbed / RECORD)[-1]["state_sha256"] == found["state_sha256"]
     assert_every_sample_once(undisturbed)
 
 
@@ -145,7 +144,7 @@ def test_a_run_that_ended_before_it_could_sum_up_does_so_when_resumed(recipe, un
     found = summary(path)
     assert (found["steps"], found["first_step"], found["world_size"]) == (STEPS, STEPS, 2)
     assert found["step_ms_median"] is found["tokens_per_s"] is None and found["breakdown"] == []
-    assert "speed  not measured: these ranks have made no step\n" in ended.out
+    assert "speed  not measured: no step was made in this layout\n" in ended.out
 
 
 def test_without_the_ordered_sum_the_hash_depends_on_the_ranks(recipe, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from instep.elastic.faults import Fault
-from instep.run.folder import SUMMARY
+from instep.record.directory import SUMMARY
 from tests.lab import two_hosts
 from tests.launched.command import started_warm, train
 

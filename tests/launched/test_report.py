@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from instep.run.folder import METRICS, workers
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
+from instep.record.directory import RECORD
+from instep.record.jsonl import read_lines
+from instep.record.step_lines import steps_recorded
+from instep.run.folder import workers
 from tests.launched.command import Ended, instep, read_until, started_warm, train, tree
 from tests.launched.conftest import SLOWLY, STEPS
 
@@ -40,7 +41,7 @@ def test_a_finished_run_is_accounted_for_rank_by_rank(recipe: tuple[str, ...], t
         assert row["steps"] == 18 and sum(row["parts"].values()) == pytest.approx(row["wall_ms"])
         assert row["unattributed_share"] < 0.1 and min(row["parts"].values()) >= 0
     assert [step["step"] for step in story["timeline"]["steps"]] == [3, 19]
-    assert story["curves"]["steps"] == [*range(1, 21)] and story["buckets"] and story["contract"]
+    assert story["curves"]["steps"] == [*range(20)] and story["buckets"] and story["contract"]
     assert re.search(r"^time   [\d,.]+ ms a step on average over \d+ = compute ", said.out, re.MULTILINE)
 
 
@@ -56,10 +57,10 @@ def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         process.communicate()
-    done = max(line["step"] for line in read_lines(path / METRICS))
+    done = steps_recorded(path)
     assert story["run"]["state"] == "running"
     notes = [note for note in story["run"]["notes"] if "not whole" not in note]  # stopped as it was written
-    assert notes == [f"the run is going on: it has made {done} of {LONG} steps so far"]
+    assert notes == [f"the run is still going: {done} of {LONG} steps so far"]
 
     story, said = report(path, tmp_path / "killed")
     assert story["run"]["state"] == "ended early"
@@ -70,7 +71,7 @@ def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...
 
     resumed = train(*flags, "-n", 1, "--run-dir", path, "--resume", "--stop-after", done + 5, cwd=tmp_path)
     assert resumed.code == 75, resumed.err
-    (begin,) = (line["step"] for line in read_lines(path / LEDGER) if line.get("restarts") == 1)
+    (begin,) = (line["step"] for line in read_lines(path / RECORD) if line.get("restarts") == 1)
     story, _ = report(path, tmp_path / "resumed", "--steps", begin - 1, begin, done + 4)
     ranks = [[row["rank"] for row in step["ranks"]] for step in story["timeline"]["steps"]]
     assert ranks == [[0, 1], [0], [0]] and story["over_time"]["steps"] == [*range(done + 5)]
@@ -84,7 +85,7 @@ def test_a_run_that_kept_no_trace_is_told_by_its_books(recipe: tuple[str, ...], 
     assert ended.code == 0, ended.err
     assert not (tmp_path / "run" / "trace").exists()
     story, said = report(tmp_path / "run", tmp_path / "out")
-    assert story["run"]["state"] == "finished" and story["curves"]["steps"] == [*range(1, STEPS + 1)]
+    assert story["run"]["state"] == "finished" and story["curves"]["steps"] == [*range(STEPS)]
     assert "note   there is no trace in trace/: the run kept none (--record.events 0)" in said.out
 
 
@@ -109,7 +110,7 @@ def test_a_run_that_is_resumed_after_its_last_step_says_so_and_stays_as_it_was(
     before, flags = tree(path), ("--run-dir", path, "--resume", "--parallel.shard-stage", 2)
     again = train(*recipe, "-n", 2, *flags, cwd=tmp_path)
     assert again.code == 0, again.err
-    assert again.err.splitlines()[-1].startswith(f"this run is finished: step {STEPS} of {STEPS} was done")
+    assert again.err.splitlines()[-1].startswith(f"already finished: {STEPS} of {STEPS} steps")
     assert f"steps  {STEPS} on 1 rank(s), bucketed\n" in again.out
     assert f"more   {path}/summary.json; instep report {path}\n" in again.out
     assert tree(path) == before

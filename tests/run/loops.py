@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.run.folder import METRICS, SUMMARY
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
+from instep.record.directory import RECORD, SUMMARY
+from instep.record.jsonl import read_lines
 
 MICRO_BATCHES = 2
 
@@ -67,11 +66,12 @@ def summary(path: Path) -> dict[str, Any]:
     return json.loads((path / SUMMARY).read_text())
 
 
-def metrics(path: Path) -> list[dict[str, Any]]:
-    """A line for each step, that of before the first left out."""
-    return [line for line in read_lines(path / METRICS) if line["step"]]
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The lines of steps."""
+    return [line for line in read_lines(path / RECORD) if "event" not in line]
 
 
-def ledger(path: Path) -> list[dict[str, Any]]:
-    """The lines that stand for steps."""
-    return [line for line in read_lines(path / LEDGER) if "cursor" in line]
+def bits(path: Path) -> list[dict[str, Any]]:
+    """The same, without what took how long."""
+    timed = ("_ms", "_per_s")
+    return [{name: x for name, x in line.items() if not name.endswith(timed)} for line in recorded(path)]

@@ -1,4 +1,4 @@
-"""What follows the steps of a run: evaluations and checkpoints at their steps, and the ledger."""
+"""What follows the steps of a run: evaluations and checkpoints at their steps, and the lines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from instep.recipes.text_config import Config
-from instep.run.display import Display
-from instep.run.folder import METRICS
+from instep.record.directory import RECORD
+from instep.record.display import Display
+from instep.record.jsonl import read_lines
+from instep.record.step_lines import steps_recorded
 from instep.run.generation import AfterSteps, Aside
-from instep.run.jsonl import read_lines
-from instep.run.ledger import LEDGER
-from instep.run.writer import RunWriter, position
+from instep.run.writer import RunWriter
 from tests.parity import world_of_one
 from tests.run.text_training import TextTraining, tiny
 
@@ -20,7 +20,7 @@ def run(path: Path, config: Config) -> tuple[list[int], TextTraining]:
     """Run the steps of ``config``: those that were saved, and what was trained."""
     mine, saved = TextTraining(config, world_of_one()), list[int]()
     training = mine.training
-    books = RunWriter(path, training, min(position(path), training.steps_done))
+    books = RunWriter(path, training, min(steps_recorded(path), training.steps_done))
     books.started(0, [])
     aside = Aside(save=lambda: saved.append(training.steps_done))
     after = AfterSteps(training, books, Display(1, config.steps), aside)
@@ -38,29 +38,24 @@ def test_saving_and_evaluating_fall_due_at_their_steps_and_at_the_last(data: Pat
         config, checkpoint=replace(config.checkpoint, every=2), eval=replace(config.eval, every=3)
     )
     assert run(tmp_path, config)[0] == [2, 4, 5]
-    held_out = [line["step"] for line in read_lines(tmp_path / METRICS) if "held_out_loss" in line]
-    assert held_out == [0, 3, 5]
+    held_out = [line["step"] for line in read_lines(tmp_path / RECORD) if "held_out_loss" in line]
+    assert held_out == [0, 2, 4]
 
 
 def test_a_stop_is_a_last_step_with_a_checkpoint_and_the_state_s_hash(data: Path, tmp_path: Path) -> None:
     saved, mine = run(tmp_path, tiny(data, steps=5, stop_after=2))
     assert saved == [2]
-    assert read_lines(tmp_path / LEDGER)[-1]["state_sha256"] == mine.training.state_sha256()
+    assert read_lines(tmp_path / RECORD)[-1]["state_sha256"] == mine.training.state_sha256()
 
 
-def test_evaluating_does_not_move_a_bit_and_the_ledger_has_those_of_every_step(
-    data: Path, tmp_path: Path
-) -> None:
+def test_evaluating_does_not_move_a_bit_and_every_step_has_its_line(data: Path, tmp_path: Path) -> None:
     found = []
     for name, every in (("often", 1), ("never", 0)):
         (tmp_path / name).mkdir()
         config = tiny(data)
         _, mine = run(tmp_path / name, replace(config, eval=replace(config.eval, every=every)))
-        started, *steps = read_lines(tmp_path / name / LEDGER)
+        started, _, *steps = read_lines(tmp_path / name / RECORD)
         assert (started["event"], started["step"], started["restarts"]) == ("started", 0, 0)
         assert [line["cursor"] for line in steps] == [16, 32, 48]
-        metrics = [line for line in read_lines(tmp_path / name / METRICS) if line["step"]]
-        assert [float.fromhex(line["loss"]) for line in steps] == [line["loss"] for line in metrics]
-        assert [float.fromhex(line["grad_norm"]) for line in steps] == [line["norm"] for line in metrics]
         found.append(mine.training.state_sha256())
     assert found[0] == found[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
-from tests.run.loops import ledger, metrics, summary
+from tests.run.loops import recorded, summary
 from tests.run.placements import PLACEMENTS, Placed, run_of
 from tests.world import world
 
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_not_finite_is_used_on_no_rank(mesh: Mesh, kind: str,
     health = placed.run._steps.training.health
     assert health.state() == {"skipped": 1, "in_a_row": 0, "norms": []}
     assert len({str(x) for x in told(mesh, [last.norm, last.skipped, health.state()])}) == 1
-    lines = ledger(tmp_path / "run")
+    lines = recorded(tmp_path / "run")
     assert [line.get("skipped", "") for line in lines] == ["", "gradient norm is nan", ""]
     assert summary(tmp_path / "run")["skipped_steps"] == 1
     assert told(mesh, "done") == ["done"] * 2
@@ -64,8 +64,8 @@ def test_a_spike_is_skipped_on_all_ranks(mesh: Mesh, kind: str, tmp_path: Path) 
     health = placed.run._steps.training.health
     assert len({str(x) for x in told(mesh, health.state())}) == 1
     assert health.skipped == 1
-    assert "spike: norm" in ledger(tmp_path / "run")[18]["skipped"]
-    norms = [line["norm"] for line in metrics(tmp_path / "run")]
+    assert "spike: norm" in recorded(tmp_path / "run")[18]["skipped"]
+    norms = [line["norm"] for line in recorded(tmp_path / "run")]
     assert norms[18] > 1e3 * norms[17] > 0
     assert told(mesh, "done") == ["done"] * 2
     end(placed)
@@ -80,11 +80,11 @@ def test_steps_on_the_list_have_the_same_bits_on_every_placement(
     assert placed.train(4) == [0, 1, 2, 3]
     told(mesh, "summed up")
     end(placed)
-    lines = ledger(tmp_path / "run")
+    lines = recorded(tmp_path / "run")
     assert [line.get("skipped", "") for line in lines] == [
         "",
-        "it is 1 in skip_steps, which count from 0",
-        "it is 2 in skip_steps, which count from 0",
+        "step 1 is in skip_steps",
+        "step 2 is in skip_steps",
         "",
     ]
     assert summary(tmp_path / "run")["skipped_steps"] == 0

@@ -17,9 +17,10 @@ import pytest
 from instep.net.peers import Peer, own_peer
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, merge
+from instep.record.directory import CONFIG, SUMMARY, WORKERS
 from instep.regular_files import try_lock
 from instep.run import folder
-from instep.run.folder import CONFIG, LOCK, SUMMARY, WORKERS, begin, claim, end
+from instep.run.folder import LOCK, begin, claim, end
 from instep.run.toml import load_toml, to_toml
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from instep.elastic.rendezvous import Assignment
 from instep.errors import ContractBroken, Desync, PeerLost, ReplicasDiffer
 from instep.launch.memory_file import MemoryFile
-from instep.run.ledger import LEDGER
+from instep.record.directory import RECORD
 from instep.run.membership import Membership, require_contract
 
 
@@ -65,7 +65,7 @@ def test_an_error_of_its_own_is_raised(error: RuntimeError) -> None:
 
 
 def test_a_process_of_another_contract_takes_no_part(tmp_path: Path) -> None:
-    (tmp_path / LEDGER).write_text("")
+    (tmp_path / RECORD).write_text("")
     require_contract({"seed": 0}, 7, 7, tmp_path)
     require_contract({"seed": 0}, 7, 0, tmp_path)  # the others have not agreed yet
     with pytest.raises(ContractBroken, match="not admitted: it computes other numbers"):

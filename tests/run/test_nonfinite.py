@@ -15,7 +15,7 @@ from instep.elastic.faults import Fault, FaultInjector
 from instep.errors import Diverged, InstepError
 from instep.mesh.mesh import Mesh
 from instep.run.nonfinite import Culprit
-from tests.run.loops import ledger
+from tests.run.loops import recorded
 from tests.run.placements import PLACEMENTS, Placed, run_of
 from tests.run.test_bad_steps import told
 from tests.world import world
@@ -96,7 +96,7 @@ def test_a_gradient_is_named_with_its_parameter_and_rank(mesh: Mesh, kind: str, 
         f"the gradient of '2.weight' {where} is not finite. {END.format('2, 3')}"
     )
     assert (error.ranks, error.parameter) == ((rank,), "2.weight")
-    assert [line.get("skipped", "") for line in ledger(tmp_path / "run")] == [
+    assert [line.get("skipped", "") for line in recorded(tmp_path / "run")] == [
         "",
         "",
         "gradient norm is nan",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import instep
 from instep.mesh.mesh import Mesh
-from instep.run.compare import compare, differing_micro_batches
-from instep.run.ledger import read_run
+from instep.record.compare import compare, differing_micro_batches
+from instep.record.step_lines import read_run
 from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, numbers
 from tests.run.loops import Loss, squares, summary
@@ -78,10 +78,13 @@ def test_a_step_made_twice_is_the_step_and_micro_batches_have_the_hashes_of_one_
         return
     assert summary(tmp_path / "twice")["state_sha256"] == summary(tmp_path / "once")["state_sha256"]
     once, twice, otherwise = (read_run(tmp_path / name) for name in ("once", "twice", "otherwise"))
-    assert compare(once, twice).parting is None
-    assert [tuple(x.parameters) for x in twice.leaves[1].values()] == [NAMES] * G
-    assert [set(map(x.rank_of, NAMES)) for x in twice.leaves[1].values()] == [{0, 1}] * G
-    assert once.leaves.keys() == twice.leaves.keys() and twice.reduced == once.reduced
-    assert not any(differing_micro_batches(once, twice, step) for step in (1, 2))
-    (odd,) = differing_micro_batches(twice, otherwise, 2)
+    assert compare(once, twice).first is None
+    leaves = twice.steps[0].leaves.values()
+    assert [tuple(x.parameters) for x in leaves] == [NAMES] * G
+    assert [set(map(x.rank_of, NAMES)) for x in leaves] == [{0, 1}] * G
+    for step in (0, 1):
+        assert once.steps[step].leaves.keys() == twice.steps[step].leaves.keys()
+        assert once.steps[step].reduced == twice.steps[step].reduced
+        assert not differing_micro_batches(once.steps[step], twice.steps[step])
+    (odd,) = differing_micro_batches(twice.steps[1], otherwise.steps[1])
     assert (odd.leaf, odd.ranks, tuple(odd.parameters)) == (2, (0, 0), NAMES)

@@ -15,7 +15,7 @@ from instep.checkpoint.save import MODEL_FILE
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.mesh.mesh import Mesh
 from instep.recipes.text_config import Config
-from instep.run.folder import CHECKPOINTS
+from instep.record.directory import CHECKPOINTS
 from instep.run.rank_state import Holds
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest, take
 from instep.run.script_training import ScriptTraining

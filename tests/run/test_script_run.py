@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import instep
 from instep.errors import ContractBroken
-from instep.run.folder import CHECKPOINTS, CONFIG
-from instep.run.report_data import report_data
+from instep.record.directory import CHECKPOINTS, CONFIG
+from instep.record.report_data import report_data
 from instep.run.settings import ScriptCommand
-from tests.run.loops import Loop, ledger, metrics, summary
+from tests.run.loops import Loop, recorded, summary
 
 Begin = Callable[..., Loop]
 
@@ -56,7 +56,7 @@ def test_a_step_is_an_int_that_counts(begin: Begin) -> None:
     assert list(loop.run._steps or "none") == []
 
 
-def test_what_is_logged_is_in_the_metrics_and_the_loss_in_the_ledger(begin: Begin, tmp_path: Path) -> None:
+def test_what_is_logged_is_in_the_line_of_its_step(begin: Begin, tmp_path: Path) -> None:
     def log(step: instep.Step) -> None:
         step.log(temperature=step * 2, entropy=torch.tensor([[0.5]], requires_grad=True))
         step.log(temperature=np.float32(step + 0.25))
@@ -64,12 +64,11 @@ def test_what_is_logged_is_in_the_metrics_and_the_loss_in_the_ledger(begin: Begi
     loop = begin()
     losses: list[float] = []
     loop.train(2, before=log, loss=lambda y: losses.append(y.square().mean().item()) or y.square().mean())
-    lines = metrics(tmp_path / "run")
+    lines = recorded(tmp_path / "run")
     assert [line["temperature"] for line in lines] == [0.25, 1.25]
     assert [line["entropy"] for line in lines] == [0.5, 0.5]
     means = [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
     assert [line["loss"] for line in lines] == pytest.approx(means)
-    assert [float.fromhex(line["loss"]) for line in ledger(tmp_path / "run")] == pytest.approx(means)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_what_is_no_number_is_not_logged(value: Any, kind: str, begin: Begin) ->
 def test_a_figure_may_be_infinite(begin: Begin, tmp_path: Path) -> None:
     loop = begin()
     loop.train(1, before=lambda step: step.log(worst=math.inf, none=math.nan))
-    line = metrics(tmp_path / "run")[0]
+    line = recorded(tmp_path / "run")[0]
     assert line["worst"] == math.inf
     assert math.isnan(line["none"])
 
@@ -98,7 +97,7 @@ def test_the_throughput_counts_what_the_script_says_and_the_loss_has_its_unit(
     begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin(record={"items": "tokens", "items_per_step": 2048, "loss_unit": "nats per byte"}).train(3)
-    found, lines = summary(tmp_path / "run"), metrics(tmp_path / "run")
+    found, lines = summary(tmp_path / "run"), recorded(tmp_path / "run")
     assert found["tokens_per_s"] == pytest.approx(2048 / found["step_ms_median"] * 1e3)
     assert all("tokens_per_s" in line and "steps_per_s" not in line for line in lines)
     said = capsys.readouterr()
@@ -292,8 +291,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(kind: str, begin: Begin, tmp_pat
     assert train(begin("parts", resume=True)) == [3, 4, 5]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert summary(parts)["state_sha256"] == summary(whole)["state_sha256"]
-    assert [line["loss"] for line in ledger(parts)] == [line["loss"] for line in ledger(whole)]
-    assert [line["rate"] for line in metrics(parts)] == [line["rate"] for line in metrics(whole)]
+    assert [line["loss"] for line in recorded(parts)] == [line["loss"] for line in recorded(whole)]
+    assert [line["rate"] for line in recorded(parts)] == [line["rate"] for line in recorded(whole)]
 
 
 def test_a_run_is_not_begun_in_the_folder_of_another(begin: Begin) -> None:
@@ -386,7 +385,7 @@ def test_a_signal_ends_the_run_after_the_step(begin: Begin, tmp_path: Path) -> N
     with pytest.raises(SystemExit) as end:
         loop.train(3, before=lambda step: signal.raise_signal(signal.SIGTERM))
     assert end.value.code == 75
-    assert [line["step"] for line in ledger(tmp_path / "run")] == [1]
+    assert [line["step"] for line in recorded(tmp_path / "run")] == [0]
 
 
 def test_stop_before_the_steps_says_that_there_are_none(begin: Begin) -> None:
@@ -425,11 +424,73 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
     assert torch.equal(weights[1], weights[2])
     assert all(p.isfinite().all() for p in loop.model.parameters())
     assert summary(tmp_path / "run")["skipped_steps"] == 1
-    assert ["gradient norm is nan" in str(line.get("skipped")) for line in ledger(tmp_path / "run")] == [
+    assert ["gradient norm is nan" in str(line.get("skipped")) for line in recorded(tmp_path / "run")] == [
         False,
         True,
         False,
     ]
+
+
+def test_a_skipped_step_has_one_number_everywhere(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal said "step 4 was skipped" of what the loop and ``skip_steps`` call 3."""
+    begin(checks={"skip_steps": (3,)}).train(5)
+    assert "step 3 was skipped: step 3 is in skip_steps\n" in capsys.readouterr().err
+    (line,) = (line for line in recorded(tmp_path / "run") if "skipped" in line)
+    assert line["step"] == 3
+
+
+def careful(loop: Loop) -> None:
+    """Optimizer steps that raise are survived, as some scripts have it."""
+    step = loop.optimizer.step
+
+    def survive() -> None:
+        with suppress(Exception):
+            step()
+
+    loop.optimizer.step = survive  # type: ignore[method-assign]
+
+
+def test_what_a_script_catches_around_its_optimizer_hides_no_skipped_step(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """The step was said to be skipped by an exception, which went down with others: it was logged as made."""
+    loop = begin(checks={"max_skipped": 1})
+    careful(loop)
+    with pytest.raises(instep.errors.Diverged):
+        loop.train(5, before=poisoned(loop, 1, 2, 3))
+    assert [bool(line.get("skipped")) for line in recorded(tmp_path / "run")] == [False, True]
+
+
+def test_the_schedule_and_what_else_follows_the_update_go_on_in_a_skipped_step(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """A skipped step left the block, and so jumped over ``schedule.step()``."""
+    rates = {}
+    for name, steps in (("skipped", (1,)), ("made", ())):
+        loop = begin(name, checks={"skip_steps": steps})
+        schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+        loop.train(3, after=lambda step, it=schedule: it.step(), schedule=schedule)
+        rates[name] = [line["rate"] for line in recorded(tmp_path / name)]
+        assert all("loss" in line for line in recorded(tmp_path / name))
+    assert rates["skipped"] == rates["made"] == pytest.approx([0.05, 0.025, 0.0125])
+
+
+class Decays(torch.optim.SGD):
+    """Shrinks weights, with a gradient or without."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.99)
+
+
+def test_an_optimizer_that_needs_no_gradient_to_change_weights_is_refused_in_a_skipped_step(
+    begin: Begin,
+) -> None:
+    with pytest.raises(RuntimeError, match=r"step 1 is skipped .* Decays.step\(\) changed parameters"):
+        Loop(begin(checks={"skip_steps": (1,)}).run, Decays).train(3)
 
 
 def test_a_gradient_that_is_spoiled_after_it_was_clipped_is_seen(begin: Begin, tmp_path: Path) -> None:
@@ -442,8 +503,8 @@ def test_a_gradient_that_is_spoiled_after_it_was_clipped_is_seen(begin: Begin, t
             weight.grad.add_(math.nan)
 
     loop.train(3, before=clip_and_go_on)
-    assert [math.isnan(line["norm"]) for line in metrics(tmp_path / "run")] == [False, True, False]
-    assert metrics(tmp_path / "run")[0]["norm"] > 0.01  # of before clipping
+    assert [math.isnan(line["norm"]) for line in recorded(tmp_path / "run")] == [False, True, False]
+    assert recorded(tmp_path / "run")[0]["norm"] > 0.01  # of before clipping
     assert torch.isfinite(weight).all()
 
 
@@ -465,7 +526,7 @@ def test_a_spike_is_skipped(begin: Begin, tmp_path: Path) -> None:
 
     loop.train(20, before=before)
     assert summary(tmp_path / "run")["skipped_steps"] == 1
-    assert "spike" in ledger(tmp_path / "run")[18]["skipped"]
+    assert "spike" in recorded(tmp_path / "run")[18]["skipped"]
 
 
 def test_spikes_of_several_optimizers_are_refused(begin: Begin) -> None:

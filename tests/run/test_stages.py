@@ -14,7 +14,7 @@ import torch
 from instep.events import PARAMETER_GATHER
 from instep.mesh.mesh import Mesh
 from instep.recipes.text_config import Config
-from instep.run.ledger import SAMPLE_EVERY
+from instep.record.step_lines import SAMPLE_EVERY
 from instep.run.rank_state import Holds
 from tests.parity import world_of_one
 from tests.run.text_training import STEPS, TextTraining, tiny, trained

@@ -19,7 +19,7 @@ from instep.recipes import text_config
 from instep.recipes.corpus import open_text
 from instep.recipes.text import declared_step, distribute, held_out_loss, make_model
 from instep.recipes.text_config import Config, ParallelConfig, learning_rate, numerical
-from instep.run.rank_state import Made
+from instep.record.step_lines import Made
 from instep.run.recovery import Checkpoints, restore_newest
 from instep.run.script_layout import layout_of
 from instep.run.script_step import StepWork
@@ -98,17 +98,13 @@ class TextTraining:
         """One optimizer step. Collective."""
         training, work = self.training, self.work
         work.begin({})
-        error = None
         try:
             self._make()
-        except BaseException as raised:
-            error = raised
-        skipped = work.skipped_by(error)
-        if error is not None and skipped is None:
+        except BaseException:
             work.abandon()
-            raise error
+            raise
         work.closed(lambda: False)
-        work.end(skipped)
+        work.end()
         training.agreed()
         assert training.last is not None
         return training.last

@@ -18,11 +18,11 @@ from statistics import fmean
 from typing import Any
 
 from instep.events import LANES, Event, Timeline
-from instep.run.folder import CONFIG, FAULTS, METRICS, SUMMARY
-from instep.run.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_text
-from instep.run.ledger import LEDGER, STARTED
-from instep.run.status import last_part, run_status
-from instep.run.summary import throughput_name
+from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY
+from instep.record.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_text
+from instep.record.status import last_part, run_status, steps_done
+from instep.record.step_lines import STARTED
+from instep.record.summary import throughput_name
 from instep.timeline.advice import in_percent
 from instep.timeline.analysis import (
     WARM_UP,
@@ -98,12 +98,11 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
         )
     notes: list[str] = []
     summary = read_object(path / SUMMARY, notes)
-    metrics = read_lines(path / METRICS, notes, OF_STEPS)
-    ledger = read_lines(path / LEDGER, notes, OF_STEPS)
-    starts = [line for line in ledger if line.get("event") == STARTED]
+    lines = read_lines(path / RECORD, notes, OF_STEPS)
+    starts = [line for line in lines if line.get("event") == STARTED]
     tapes = read_traces(path / FOLDER, starts[-1].get("world_size") if starts else None)
-    about = run_status(path, summary, metrics, starts, tapes, notes)
-    part = last_part(starts, metrics, tapes.steps)
+    about = run_status(path, summary, lines, starts, tapes, notes)
+    part = last_part(starts, steps_done(lines), tapes.steps)
     whole = insight = analyse(tapes)
     if len(part) < len(tapes.steps):
         notes.append(f"only curves and the time by step are of the whole run, all else is of {_said(part)}")
@@ -119,7 +118,7 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
         **_pipeline(insight),
         "over_time": _over_time(whole.rows),
         "buckets": _buckets(insight, tapes, notes),
-        "curves": _curves(metrics),
+        "curves": _curves(lines),
         "timeline": _timeline(tapes, chosen, notes),
         "contract": starts[-1].get("numerical", {}) if starts else {},
         "starts": [_start(line) for line in starts[-MOST_LINES:]],
@@ -273,9 +272,9 @@ def _over_time(rows: Mapping[int, Sequence[Parts]]) -> Fields:
     return {"steps": taken, "ranks": told}
 
 
-def _curves(metrics: Sequence[Fields]) -> Fields:
-    taken = _thinned([line for line in metrics if "loss" in line])
-    held_out = _thinned([line for line in metrics if "held_out_loss" in line])
+def _curves(lines: Sequence[Fields]) -> Fields:
+    taken = _thinned([line for line in lines if "step_ms" in line])
+    held_out = _thinned([line for line in lines if "held_out_loss" in line])
     names = ("loss", "step_ms", throughput_name(name for line in taken for name in line))
     return {
         "steps": [_number(line.get("step")) for line in taken],

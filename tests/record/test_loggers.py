@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from instep.run import loggers
-from instep.run.loggers import Loggers, check
+from instep.record import loggers
+from instep.record.jsonl import read_object
+from instep.record.loggers import Loggers, check
 
 Calls = list[tuple[Any, ...]]
 CONFIG = {"seed": 3, "run_dir": Path("runs/a"), "optim": {"lr": 0.5, "betas": (0.9, 0.95)}}
@@ -26,7 +27,8 @@ ENVIRONMENT = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ERROR_REP
 @pytest.fixture(autouse=True)
 def no_wandb_environment(monkeypatch) -> None:
     for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
 
 
 def module(monkeypatch, name: str, **members: Any) -> ModuleType:
@@ -126,7 +128,7 @@ def test_tensorboard_gets_the_config_every_figure_with_its_step_and_an_end(tenso
         logs.step(1, {"loss": 2.5, "norm": 0.5})
         logs.step(1, {"held_out_loss": 3.0})
     assert tensorboard == [
-        ("open", {"log_dir": str(tmp_path / "tensorboard"), "purge_step": None}),
+        ("open", {"log_dir": str(tmp_path / "tensorboard"), "purge_step": 0}),
         ("text", "config", '    {\n     "seed": 3\n    }'),
         ("scalar", "loss", 2.5, 1),
         ("scalar", "norm", 0.5, 1),
@@ -138,7 +140,7 @@ def test_tensorboard_gets_the_config_every_figure_with_its_step_and_an_end(tenso
 
 
 def test_when_a_run_goes_on_tensorboard_hides_the_first_step_that_is_done_again(tensorboard, tmp_path):
-    Loggers(["tensorboard"], tmp_path, CONFIG, written=7).close()
+    Loggers(["tensorboard"], tmp_path, CONFIG, written=8).close()
     assert tensorboard[0] == ("open", {"log_dir": str(tmp_path / "tensorboard"), "purge_step": 8})
     assert [call[0] for call in tensorboard] == ["open", "close"]
 
@@ -163,7 +165,7 @@ def test_wandb_gets_one_row_per_step_in_the_run_directory(wandb, tmp_path):
         {
             "project": "mine",
             "dir": str(tmp_path),
-            "id": (tmp_path / "wandb" / "id").read_text().strip(),
+            "id": read_object(tmp_path / "wandb" / "id.json")["id"],
             "name": tmp_path.name,
             "resume": "allow",
             "config": PLAIN,
@@ -192,7 +194,7 @@ def test_wandb_knows_a_run_directory_again_and_no_other(wandb, tmp_path):
         (None, True, "online", True),
         (None, False, "offline", True),
         ("online", False, "offline", True),
-        ("shared", True, "shared", True),
+        ("shared", True, "shared", False),
         ("offline", True, "offline", False),
         ("disabled", False, "disabled", False),
     ],
@@ -225,12 +227,8 @@ def test_a_server_that_does_not_answer_makes_wandb_work_offline(wandb, tmp_path,
     assert said == "wandb does not reach its server, and works offline: OSError: no answer\n"
 
 
-def test_wandb_reports_nothing_about_itself_and_the_variables_stay(wandb, tmp_path, monkeypatch):
-    for before in (None, "true"):
-        if before is not None:
-            monkeypatch.setenv("WANDB_ERROR_REPORTING", before)
-        Loggers(["wandb"], tmp_path, CONFIG).close()
-        assert os.environ.get("WANDB_ERROR_REPORTING") == before
+def test_wandb_reports_nothing_about_itself(wandb, tmp_path):
+    Loggers(["wandb"], tmp_path, CONFIG).close()
     assert wandb.reports == {"false"}
 
 
@@ -254,9 +252,9 @@ def test_a_logger_that_does_not_start_is_named_once_and_leaves_no_service(wandb,
     with Loggers(["wandb"], tmp_path, CONFIG) as logs:
         logs.step(1, {"loss": 2.5})
     said = capsys.readouterr().err
-    assert said == "wandb has failed, and the run goes on without it: RuntimeError: broken\n"
+    assert said == "wandb failed, and the run continues without it: RuntimeError: broken\n"
     assert "log" not in wandb.names()
-    assert wandb.names()[-1] == "teardown"
+    assert wandb.names()[-1] == ("login" if where == "login" else "teardown")
 
 
 def test_a_logger_that_fails_in_a_step_is_named_once_and_left_alone_and_the_other_goes_on(
@@ -268,7 +266,7 @@ def test_a_logger_that_fails_in_a_step_is_named_once_and_left_alone_and_the_othe
         for step in (1, 2, 3):
             logs.step(step, {"loss": 2.5})
     said = capsys.readouterr().err
-    assert said == "wandb has failed, and the run goes on without it: OSError: disk full\n"
+    assert said == "wandb failed, and the run continues without it: OSError: disk full\n"
     assert wandb.names() == ["login", "setup", "init", "log", "finish", "teardown"]
     assert [call[3] for call in tensorboard if call[0] == "scalar"] == [1, 2, 3]
     assert tensorboard[-1] == ("close",)
@@ -278,7 +276,7 @@ def test_a_service_that_has_died_is_named_once(wandb, tmp_path, capsys):
     with Loggers(["wandb"], tmp_path, CONFIG):
         wandb.fails = {"teardown": ConnectionError("lost")}
     said = capsys.readouterr().err
-    assert said == "wandb has failed, and the run goes on without it: ConnectionError: lost\n"
+    assert said == "wandb failed, and the run continues without it: ConnectionError: lost\n"
 
 
 def test_a_service_that_does_not_end_is_left_behind_at_the_deadline(wandb, tmp_path, capsys, monkeypatch):
@@ -313,20 +311,22 @@ def test_other_ranks_import_and_write_nothing(wandb, tensorboard, tmp_path):
     assert wandb.calls == tensorboard == list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", loggers.NAMES)
+@pytest.mark.parametrize("name", loggers.EXTRAS)
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_path, name):
     monkeypatch.setattr(loggers, "find_spec", lambda package: None)
-    message = rf"^{name} cannot be used, .*: pip install 'instep\[{name}\]', or turn logs.{name} off$"
+    message = rf"^{name} is not installed: pip install 'instep\[{name}\]', or turn logs.{name} off$"
     with pytest.raises(ValueError, match=message):
         check([name])
     with pytest.raises(ValueError, match=message):
         Loggers([name], tmp_path, CONFIG)
 
 
-def test_a_package_that_is_there_and_cannot_be_imported_says_why(monkeypatch, tensorboard, tmp_path):
+def test_a_package_that_is_there_and_cannot_be_imported_is_left_alone(
+    monkeypatch, tensorboard, tmp_path, capsys
+):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"halted.*pip install 'instep\[tensorboard\]'"):
-        Loggers(["tensorboard"], tmp_path, CONFIG)
+    Loggers(["tensorboard"], tmp_path, CONFIG).close()
+    assert capsys.readouterr().err.startswith("tensorboard failed, and the run continues without it")
 
 
 def test_a_logger_that_nobody_knows_is_an_error_that_lists_those_there_are():
@@ -348,7 +348,7 @@ def test_the_stop_button_of_wandb_asks_the_run_to_end_politely(wandb, tmp_path):
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 def test_the_real_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
-    for written, steps, shift in ((-1, range(1, 7), 0.0), (3, range(4, 6), 100.0)):
+    for written, steps, shift in ((-1, range(6), 0.0), (3, range(3, 5), 100.0)):
         with Loggers(["tensorboard"], tmp_path, CONFIG, written=written) as logs:
             for step in steps:
                 logs.step(step, {"loss": step + shift})
@@ -356,7 +356,7 @@ def test_the_real_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     events = importlib.import_module(name).EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert shown == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0)]
+    assert shown == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 103.0), (4, 104.0)]
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
@@ -367,7 +367,7 @@ def test_the_real_wandb_works_offline_and_leaves_no_process(tmp_path, capsys, mo
             logs.step(step, {"loss": 0.5})
     said = capsys.readouterr()
     assert said.out == said.err == ""
-    identity = (tmp_path / "run" / "wandb" / "id").read_text().strip()
+    identity = read_object(tmp_path / "run" / "wandb" / "id.json")["id"]
     parts = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert len(parts) == 2
     assert all(b"loss" in part.read_bytes() for part in parts)

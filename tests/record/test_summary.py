@@ -1,26 +1,24 @@
 """The figures of a run come from its own record."""
 
-import math
-
 import pytest
 
-from instep.run.folder import SUMMARY
-from instep.run.summary import figures, finished, show
+from instep.record.directory import SUMMARY
+from instep.record.summary import figures, finished, show
 
 LOSSES = [5.5, 5.0, 4.0, 3.0, 2.5, 2.0]
 
 
 def line(step: int, step_ms: float = 10.0, exposed_ms: float = 1.0, **more: float) -> dict:
-    made = {"step": step, "loss": LOSSES[step - 1], "step_ms": step_ms, "exposed_ms": exposed_ms}
+    made = {"step": step, "loss": LOSSES[step], "step_ms": step_ms, "exposed_ms": exposed_ms}
     return {**made, "tokens_per_s": 1e5 / step_ms, **more}
 
 
-START = {"step": 0, "held_out_loss": 5.6}
+START = {"event": "evaluated", "step": 0, "held_out_loss": 5.6}
 
 
 def test_losses_are_those_of_the_whole_run_and_speed_is_that_of_its_last_part():
-    before = [START, line(1, 900), line(2, 900), line(3, 900, held_out_loss=4.1)]
-    after = [line(4, 70), line(5, 60), line(6, 20, 5, held_out_loss=2.1)]
+    before = [START, line(0, 900), line(1, 900), line(2, 900, held_out_loss=4.1)]
+    after = [line(3, 70), line(4, 60), line(5, 20, 5, held_out_loss=2.1)]
     assert figures([*before, *after], first_step=3, items_per_step=100) == {
         "loss_first": 5.5,
         "loss_last": 2.0,
@@ -33,17 +31,17 @@ def test_losses_are_those_of_the_whole_run_and_speed_is_that_of_its_last_part():
 
 
 def test_the_first_two_steps_of_a_part_warm_up():
-    lines = [line(1, 1000), line(2, 1000), line(3, 10), line(4, 12), line(5, 50)]
+    lines = [line(0, 1000), line(1, 1000), line(2, 10), line(3, 12), line(4, 50)]
     assert figures(lines, 0, 1)["step_ms_median"] == 12
 
 
 def test_a_part_of_two_steps_is_all_warm_up_and_better_than_nothing():
-    assert figures([line(1, 30), line(2, 40)], 0, 1)["step_ms_median"] == 35
+    assert figures([line(0, 30), line(1, 40)], 0, 1)["step_ms_median"] == 35
 
 
 @pytest.mark.parametrize(
     ("lines", "rate"),
-    [([], "samples_per_s"), ([START], "samples_per_s"), ([START, line(1), line(2)], "tokens_per_s")],
+    [([], "samples_per_s"), ([START], "samples_per_s"), ([START, line(0), line(1)], "tokens_per_s")],
 )
 def test_a_part_without_a_step_has_no_speed(lines, rate):
     found = figures(lines, 2, 100)
@@ -51,7 +49,7 @@ def test_a_part_without_a_step_has_no_speed(lines, rate):
 
 
 def test_what_is_counted_by_the_second_has_the_name_that_the_steps_give_it(tmp_path, capsys):
-    lines = [{**line(step), "images_per_s": 7.0} for step in (1, 2, 3)]
+    lines = [{**line(step), "images_per_s": 7.0} for step in (0, 1, 2)]
     for each in lines:
         del each["tokens_per_s"]
     found = figures(lines, 0, 64)
@@ -63,7 +61,7 @@ def test_what_is_counted_by_the_second_has_the_name_that_the_steps_give_it(tmp_p
 
 def test_what_is_shown_is_the_summary(tmp_path, capsys):
     rest = {"steps": 6, "world_size": 2, "strategy": "flat", "state_sha256": "abc"}
-    found = figures([START, *map(line, range(1, 7))], 0, 100)
+    found = figures([START, *map(line, range(6))], 0, 100)
     show({**found, **rest}, tmp_path, loss_unit="nats per byte")
     said = capsys.readouterr()
     assert said.err == ""
@@ -85,7 +83,7 @@ def test_what_is_not_known_is_a_dash(tmp_path, capsys):
 
 def test_a_loss_that_a_script_has_not_logged_is_not_told(tmp_path, capsys):
     rest = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
-    show({"held_out_loss": 0.5, "held_out_loss_first": 1.0, "loss_last": math.nan, **rest}, tmp_path)
+    show({"held_out_loss": 0.5, "held_out_loss_first": 1.0, "loss_last": None, **rest}, tmp_path)
     assert "loss   0.500 held out, from 1.000\n" in capsys.readouterr().out
 
 
@@ -93,7 +91,7 @@ PART = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc", 
 
 
 def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, capsys):
-    lines = [START, *(line(step, 900) for step in range(1, 4)), line(4), line(5), line(6)]
+    lines = [START, *(line(step, 900) for step in range(3)), line(3), line(4), line(5)]
     show({**figures(lines, 3, 100), **PART, "parallel": {"shard_stage": 2}}, tmp_path)
     said = capsys.readouterr().out.splitlines()
     assert said[1] == (
@@ -103,20 +101,20 @@ def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, caps
 
 
 def test_ranks_that_have_made_no_step_have_no_speed_and_none_of_others(tmp_path, capsys):
-    lines = [START, *map(line, range(1, 7))]
+    lines = [START, *map(line, range(6))]
     show({**figures(lines, 6, 100), **PART, "first_step": 6}, tmp_path)
     said = capsys.readouterr().out.splitlines()
     assert said[1].startswith("steps  6; the last 0 on 1 rank(s), flat")
-    assert said[3] == "speed  not measured: these ranks have made no step"
+    assert said[3] == "speed  not measured: no step was made in this layout"
 
 
 def test_the_lines_end_with_where_the_rest_is_and_the_hash(tmp_path, capsys):
-    show({**figures([START, *map(line, range(1, 7))], 0, 100), **PART}, tmp_path / "a run")
+    show({**figures([START, *map(line, range(6))], 0, 100), **PART}, tmp_path / "a run")
     said = capsys.readouterr().out.splitlines()
     assert said[-2] == f"more   {tmp_path / 'a run' / SUMMARY}; instep report '{tmp_path / 'a run'}'"
     assert said[-1] == "state  sha256 abc"
 
 
-def test_a_run_that_had_been_finished_says_so_and_how_to_go_on():
-    assert finished(30, 30).startswith("this run is finished: step 30 of 30 was done already")
-    assert "--steps 60 --accept-contract" in finished(30, 30)
+def test_a_run_that_was_finished_says_so_and_how_to_train_longer():
+    assert finished(30).startswith("already finished: 30 of 30 steps; to train longer, pass --steps 60 --acc")
+    assert "raise the number in run.steps()" in finished(30, command="instep run")

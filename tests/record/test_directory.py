@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from instep.recipes import text_config
-from instep.run.again import again
+from instep.record.directory import CONFIG, command_again
 from instep.run.settings import ScriptConfig
-from instep.run.toml import CONFIG, to_toml
+from instep.run.toml import to_toml
 
 LEAVES = ("--stop-after", "3", "--record.leaves")
 SCRIPT = ScriptConfig(script="my train.py", arguments=("--lr", "1e-3"))
@@ -30,4 +30,5 @@ MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
 )
 def test_it_is_in_the_words_of_what_has_made_the_run(settings: object, command: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(to_toml(settings))
-    assert again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path, leaves=" ".join(LEAVES))
+    expected = command.format(path=tmp_path, leaves=" ".join(LEAVES))
+    assert command_again(tmp_path, Path("again"), LEAVES) == expected

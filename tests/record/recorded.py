@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.mesh.mesh import Mesh
+from instep.record.directory import RECORD
+from instep.record.jsonl import JsonLines
+from instep.record.step_lines import Made, started, step_line
 from instep.reduce.norm import grad_norm
 from instep.replicate.gradient_hashes import observe_reduction
 from instep.replicate.wrapper import DataParallel
-from instep.run.jsonl import JsonLines
-from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement
-from instep.run.writer import MicroBatchHashes
+from instep.run.writer import gather_leaves
 from tests.parity import filled, numbers
 from tests.state_oracle import sampled_blocks, state_digests, state_entries
 
@@ -40,25 +41,29 @@ class Plan:
 
 
 def record(path: Path, mesh: Mesh, plan: Plan) -> None:
-    """Train on ``mesh``; its rank 0 writes the ledger in ``path``."""
+    """Train on ``mesh``; its rank 0 writes the lines in ``path``."""
     module = filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)))
     model = DataParallel(module, process_group=mesh, ordered=plan.ordered)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02, foreach=False)
-    files = {name: JsonLines(path / name, until_step=0) for name in (LEDGER, LEAVES) if mesh.rank == 0}
-    write = files[LEDGER].write if files else _nothing
-    ledger = LedgerWriter(
-        write, Placement({"dp": mesh.world.size}, "bucketed", mesh.world.size), every=plan.every
-    )
-    leaves = MicroBatchHashes(mesh.world.group, files[LEAVES].write if files else _nothing)
+    lines = JsonLines(path / RECORD, before_step=0) if mesh.rank == 0 else None
     now = {"step": 0, "leaf": 0}
     for name, p in module.named_parameters():
         p.register_hook(lambda x, name=name: plan.gradient(now["step"], now["leaf"], name, x))
     entries = state_entries(module, optimizer)
     numerical = {"ordered": plan.ordered, "batch.global_size": NUM_LEAVES}
-    ledger.started(
-        0, restarts=0, fingerprint="", numerical=numerical, canary="", state=state_digests(entries, 0)
+    layout = {"world_size": mesh.world.size, "placement": {"dp": mesh.world.size}, "strategy": "bucketed"}
+    start = started(
+        0,
+        layout,
+        restarts=0,
+        fingerprint="",
+        numerical=numerical,
+        canary="",
+        state=state_digests(entries, 0),
     )
-    for step in range(1, plan.steps + 1):
+    if lines:
+        lines.write(**start)
+    for step in range(plan.steps):
         losses = {}
         with observe_reduction(model._reducer) as seen:
             for leaf in model.micro_batches(NUM_LEAVES):
@@ -66,22 +71,24 @@ def record(path: Path, mesh: Mesh, plan: Plan) -> None:
                 loss = module(numbers(4, WIDTH, key=f"{step}, {leaf.index}")).square().mean()
                 loss.backward()
                 losses[leaf.index] = loss.item()
-        if plan.leaves:
-            leaves.step(step, seen)
+        leaves = gather_leaves(mesh.world.group, seen) if plan.leaves else {}
         norm = grad_norm(p.grad for p in module.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
         entries = state_entries(module, optimizer)
         plan.updated(step, dict(entries))
-        ledger.step(
+        is_whole = step + 1 == plan.steps or (plan.every > 0 and (step + 1) % plan.every == 0)
+        line = step_line(
             step,
-            cursor=step * NUM_LEAVES,
-            loss=_mean(mesh, losses),
-            norm=norm,
-            sampled=sampled_blocks(entries, step, plan.sample),
-            whole=state_digests(entries, step) if ledger.is_whole(step, last=step == plan.steps) else None,
+            Made(loss=_mean(mesh, losses), norm=norm),
+            cursor=(step + 1) * NUM_LEAVES,
+            sampled=sampled_blocks(entries, step + 1, plan.sample),
+            whole=state_digests(entries, step + 1) if is_whole else None,
+            **leaves,
         )
-    for lines in files.values():
+        if lines:
+            lines.write(**line)
+    if lines:
         lines.close()
     model.close()
 
@@ -92,10 +99,6 @@ def _mean(mesh: Mesh, losses: dict[int, float]) -> float:
         all_losses[leaf] = loss
     mesh.world.group.all_reduce(all_losses, "the losses of a test")
     return all_losses.sum().item()
-
-
-def _nothing(**fields: object) -> None:
-    """Where nobody writes."""
 
 
 def one_ulp(x: Tensor) -> None:

@@ -12,19 +12,21 @@ import torch
 from torch import Tensor
 
 from instep.mesh.mesh import Mesh
-from instep.run.compare import (
+from instep.record.compare import (
     BEFORE,
     COMPUTING,
+    INITIAL,
     REDUCING,
     UPDATING,
     Comparison,
     DifferingMicroBatch,
     compare,
 )
-from instep.run.jsonl import JsonLines
-from instep.run.ledger import LEAVES, LEDGER, LedgerWriter, Placement, RecordedRun, RecordedStep, read_run
+from instep.record.directory import RECORD
+from instep.record.jsonl import JsonLines
+from instep.record.step_lines import Made, RecordedRun, RecordedStep, read_run, step_line
 from tests.parity import world_of_one
-from tests.run.recorded import Plan, one_ulp, record
+from tests.record.recorded import Plan, one_ulp, record
 from tests.state_oracle import sampled_blocks
 from tests.world import world
 
@@ -42,9 +44,9 @@ def updated(step: int, name: str, by: float = 0.0) -> Callable[[int, dict[str, T
 
 
 def miscomputed(now: int, leaf: int, name: str, x: Tensor) -> Tensor:
-    """In step 2 the gradient that micro-batch 3 has for one layer's weight is off by one ulp."""
+    """In step 1 the gradient that micro-batch 3 has for one layer's weight is off by one ulp."""
     x = x.clone()
-    if (now, leaf, name) == (2, 3, "2.weight"):
+    if (now, leaf, name) == (1, 3, "2.weight"):
         one_ulp(x)
     return x
 
@@ -63,7 +65,7 @@ def compared(tmp_path: Path, mesh: Mesh, a: Plan, b: Plan) -> Comparison | None:
 def test_one_rank_and_two_have_the_same_bits(mesh: Mesh, tmp_path: Path) -> None:
     found = compared(tmp_path, mesh, Plan(), Plan())
     if found is not None:
-        assert (found.same, found.parting, found.num_common) == (True, None, 3)
+        assert (found.same, found.first, found.num_common) == (True, None, 3)
         assert not any([found.contract, found.canaries, *found.troubles.values()])
 
 
@@ -71,10 +73,10 @@ def test_one_rank_and_two_have_the_same_bits(mesh: Mesh, tmp_path: Path) -> None
 def test_a_plain_all_reduce_parts_by_reducing(mesh: Mesh, tmp_path: Path) -> None:
     found = compared(tmp_path, mesh, Plan(ordered=False), Plan(ordered=False))
     if found is not None:
-        assert found.parting is not None and found.parting.cause is not None
-        assert (found.parting.step, found.parting.cause.part) == (1, REDUCING)
-        assert "0.weight" in found.parting.cause.parameters
-        assert next(iter(found.parting.fields)) == "reduced gradient"
+        assert found.first is not None and found.first.cause is not None
+        assert (found.first.step, found.first.cause.part) == (0, REDUCING)
+        assert "0.weight" in found.first.cause.parameters
+        assert next(iter(found.first.fields)) == "reduced gradient"
 
 
 @world(2)
@@ -83,49 +85,49 @@ def test_a_rank_that_computes_otherwise_is_named_with_micro_batch_and_parameter(
 ) -> None:
     found = compared(tmp_path, mesh, Plan(), Plan(gradient=miscomputed))
     if found is not None:
-        assert found.parting is not None and found.parting.cause is not None
-        assert (found.parting.step, found.parting.cause.part) == (2, COMPUTING)
-        assert list(found.parting.cause.leaves) == [DifferingMicroBatch(3, (0, 1), ["2.weight"])]
+        assert found.first is not None and found.first.cause is not None
+        assert (found.first.step, found.first.cause.part) == (1, COMPUTING)
+        assert list(found.first.cause.leaves) == [DifferingMicroBatch(3, (0, 1), ["2.weight"])]
 
 
 @world(2)
 def test_an_update_that_goes_wrong_is_told_from_its_gradient(mesh: Mesh, tmp_path: Path) -> None:
-    found = compared(tmp_path, mesh, Plan(), Plan(updated=updated(2, "exp_avg/2.weight")))
+    found = compared(tmp_path, mesh, Plan(), Plan(updated=updated(1, "exp_avg/2.weight")))
     if found is not None:
-        assert found.parting is not None and found.parting.cause is not None
-        assert (found.parting.step, found.parting.cause.part) == (2, UPDATING)
-        assert found.parting.parameters == ["exp_avg/2.weight"]
-        assert not {"loss", "leaves", "reduced gradient", "gradient norm"} & set(found.parting.fields)
-        assert "after step 0" in found.parting.cause.what  # the state after step 1 is not known in whole
+        assert found.first is not None and found.first.cause is not None
+        assert (found.first.step, found.first.cause.part) == (1, UPDATING)
+        assert found.first.parameters == ["exp_avg/2.weight"]
+        assert not {"loss", "leaves", "reduced gradient", "gradient norm"} & set(found.first.fields)
+        assert "before step 0" in found.first.cause.what  # the state after step 0 is not known in whole
 
 
 @world(2)
 def test_weights_that_were_changed_unseen_come_into_the_next_step(mesh: Mesh, tmp_path: Path) -> None:
     """No sample and no whole hash saw them after the step; every micro-batch of the next one does."""
-    plan = Plan(sample=1000, every=0, updated=updated(1, "0.weight", by=0.01))
+    plan = Plan(sample=1000, every=0, updated=updated(0, "0.weight", by=0.01))
     found = compared(tmp_path, mesh, Plan(sample=1000, every=0), plan)
     if found is not None:
-        assert found.parting is not None and found.parting.cause is not None
-        assert (found.parting.step, found.parting.cause.part) == (2, BEFORE)
-        assert found.parting.last_whole == 0
+        assert found.first is not None and found.first.cause is not None
+        assert (found.first.step, found.first.cause.part) == (1, BEFORE)
+        assert found.first.last_whole == INITIAL
 
 
 @world(2)
 def test_without_leaves_the_cause_is_unknown_and_the_parameter_is_not(mesh: Mesh, tmp_path: Path) -> None:
-    fault = updated(2, "2.bias")
+    fault = updated(1, "2.bias")
     found = compared(tmp_path, mesh, Plan(leaves=False), Plan(leaves=False, updated=fault))
     if found is not None:
-        assert found.parting is not None
-        assert (found.parting.cause, found.parting.parameters) == (None, ["2.bias"])
+        assert found.first is not None
+        assert (found.first.cause, found.first.parameters) == (None, ["2.bias"])
 
 
-def write_ledger(path: Path, entries: list[tuple[str, Tensor]], steps: int, every: int) -> RecordedRun:
+def write_lines(path: Path, entries: list[tuple[str, Tensor]], steps: int, every: int) -> RecordedRun:
     """A run whose state never changes, sampled at every step."""
     path.mkdir()
-    lines = JsonLines(path / LEDGER, until_step=0)
-    ledger = LedgerWriter(lines.write, Placement({"dp": 1}, "flat", 1), every=0)
-    for step in range(1, steps + 1):
-        ledger.step(step, cursor=step, loss=1.0, norm=1.0, sampled=sampled_blocks(entries, step, every))
+    lines = JsonLines(path / RECORD, before_step=0)
+    for step in range(steps):
+        sampled = sampled_blocks(entries, step + 1, every)
+        lines.write(**step_line(step, Made(loss=1.0, norm=1.0), cursor=step + 1, sampled=sampled))
     lines.close()
     return read_run(path)
 
@@ -135,46 +137,43 @@ def test_one_ulp_that_changes_no_loss_is_found_within_a_round_and_named(tmp_path
     every, entries = 6, [("a", torch.randn(5000)), ("b", torch.randn(3, 4096)), ("c", torch.randn(2))]
     changed = [(name, x.clone()) for name, x in entries]
     one_ulp(changed[1][1].view(-1)[at:])
-    runs = [write_ledger(tmp_path / n, e, every, every) for n, e in (("x", entries), ("y", changed))]
-    parting = compare(*runs).parting
-    assert parting is not None
-    assert (list(parting.fields), parting.parameters) == (["sampled blocks"], ["b"])
-    assert parting.step == parting.parameters_step <= every
+    runs = [write_lines(tmp_path / n, e, every, every) for n, e in (("x", entries), ("y", changed))]
+    first = compare(*runs).first
+    assert first is not None
+    assert (list(first.fields), first.parameters) == (["sampled blocks"], ["b"])
+    assert first.step == first.parameters_step < every
 
 
 def run(name: str, steps: dict[int, dict], numerical: dict | None = None, canary: str = "") -> RecordedRun:
     """A run that was never trained."""
-    empty = RecordedStep(None, None, None, "", {}, None, "")
-    made = RecordedRun(
-        Path(name), steps={n: RecordedStep(**{**vars(empty), **fields}) for n, fields in steps.items()}
-    )
+    made = RecordedRun(Path(name), steps={n: RecordedStep(**fields) for n, fields in steps.items()})
     made.starts.append({"step": 0, "canary": canary, "numerical": numerical or {}})
     return made
 
 
-same = functools.partial(dict, loss="0x1p+0", norm="0x1p+0")
+same = functools.partial(dict, loss="1.0", norm="1.0")
 
 
 @pytest.mark.parametrize(
     ("other", "field"),
-    [({"loss": "0x1p+1"}, "loss"), ({"norm": "nan"}, "gradient norm"), ({"skipped": "spike"}, "skipped")],
+    [({"loss": "2.0"}, "loss"), ({"norm": "nan"}, "gradient norm"), ({"skipped": "spike"}, "skipped")],
 )
 def test_the_first_of_many_steps_that_differ_is_found(other: dict, field: str) -> None:
     a = run("a", {n: same() for n in range(1, 9)})
     b = run("b", {n: same(**other) if n >= 5 else same() for n in range(1, 12)})
-    parting = compare(a, b).parting
-    assert parting is not None and (parting.step, list(parting.fields)) == (5, [field])
+    first = compare(a, b).first
+    assert first is not None and (first.step, list(first.fields)) == (5, [field])
 
 
 def test_hashes_of_the_whole_state_name_the_parameter_where_no_sample_does() -> None:
     whole = [("aa", {"w": "1", "v": "2"}), ("bb", {"w": "1", "v": "3"})]
     a, b = (
         run(n, {1: same(), 2: same(loss=loss), 9: same(whole=w)})
-        for n, loss, w in zip("ab", ["0x1p+0", "0x1p+1"], whole, strict=True)
+        for n, loss, w in zip("ab", ["1.0", "2.0"], whole, strict=True)
     )
-    parting = compare(a, b).parting
-    assert parting is not None
-    assert (parting.step, parting.parameters, parting.parameters_step, parting.num_compared) == (
+    first = compare(a, b).first
+    assert first is not None
+    assert (first.step, first.parameters, first.parameters_step, first.num_compared) == (
         2,
         ["v"],
         9,
@@ -191,12 +190,10 @@ def test_runs_under_other_contracts_are_told_the_fields() -> None:
 
 
 def test_other_samples_are_the_cause_before_anything_computed() -> None:
-    a, b = (run(name, {1: same(cursor=cursor)}) for name, cursor in (("a", 8), ("b", 9)))
-    for made in (a, b):
-        made.leaves[1], made.reduced[1] = {}, {}
-    parting = compare(a, b).parting
-    assert parting is not None and parting.cause is not None
-    assert (parting.cause.part, parting.cause.what) == (BEFORE, "the runs read other samples")
+    a, b = (run(name, {1: same(cursor=cursor, reduced={})}) for name, cursor in (("a", 8), ("b", 9)))
+    first = compare(a, b).first
+    assert first is not None and first.cause is not None
+    assert (first.cause.part, first.cause.what) == (BEFORE, "the runs read different samples")
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -205,22 +202,20 @@ def test_what_parted_unseen_is_not_put_down_to_the_step_that_shows_it(
     mesh: Mesh, tmp_path: Path, every: int
 ) -> None:
     """A moment moves no gradient at once; only a whole hash at every step can tell when it was changed."""
-    plan = Plan(sample=1000, every=every, updated=updated(1, "exp_avg_sq/2.weight", by=1e-3))
+    plan = Plan(sample=1000, every=every, updated=updated(0, "exp_avg_sq/2.weight", by=1e-3))
     found = compared(tmp_path, mesh, Plan(sample=1000, every=every), plan)
     if found is not None:
-        assert found.parting is not None and found.parting.cause is not None
-        assert (found.parting.step, found.parting.cause.part) == (every, UPDATING)
-        assert ("after step 0" in found.parting.cause.what) == (every == 2)
+        assert found.first is not None and found.first.cause is not None
+        assert (found.first.step, found.first.cause.part) == (every - 1, UPDATING)
+        assert ("before step 0" in found.first.cause.what) == (every == 2)
 
 
 def test_a_run_s_own_troubles_are_told() -> None:
-    steps = {1: same(cursor=8), 2: same(cursor=16), 4: same(cursor=40), 5: same(cursor=48)}
+    steps = {0: same(cursor=8), 1: same(cursor=16), 3: same(cursor=40), 4: same(cursor=48)}
     a = run("a", steps, {"batch.global_size": 8})
-    a.remade.append(2)
     assert compare(a, a).troubles["a"] == [
-        "step 2 was made again with other bits",
-        "no line for 1 steps, the first of them 3",
-        "after step 4 the data cursor is 40, expected 4 * 8 = 32: samples were left out or read twice",
+        "no line for 1 steps, the first of them 2",
+        "after step 3 the data cursor is 40, expected 4 * 8 = 32: samples were left out or read twice",
     ]
 
 
@@ -230,14 +225,7 @@ def test_runs_without_a_common_step_are_refused() -> None:
 
 
 def test_what_was_found_is_json() -> None:
-    found = compare(run("a", {1: same()}), run("b", {1: same(loss="0x0p+0")}))
+    found = compare(run("a", {1: same()}), run("b", {1: same(loss="0.0")}))
     back = json.loads(json.dumps(found.as_json()))
-    assert (back["same"], back["parting"]["step"]) == (False, 1)
-    assert back["parting"]["fields"] == {"loss": ["0x1p+0", "0x0p+0"]}
-
-
-def test_a_step_whose_sum_was_not_written_yet_counts_as_one_without_leaves(tmp_path: Path) -> None:
-    made = write_ledger(tmp_path / "x", [("w", torch.ones(2))], 1, 1)
-    (made.path / LEAVES).write_text('{"step": 1, "leaf": 0, "rank": 0, "parameters": {"w": "ab"}}\n')
-    again = read_run(made.path)
-    assert again.leaves and compare(again, again).same
+    assert (back["same"], back["first"]["step"]) == (False, 1)
+    assert back["first"]["fields"] == {"loss": ["1.0", "0.0"]}

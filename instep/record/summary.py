@@ -1,8 +1,7 @@
-"""The figures of a whole run, taken from what it has written down step by step, and shown at its end."""
+"""The figures of a whole run, from its lines, printed at its end."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import statistics
 import sys
@@ -11,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instep.run.folder import SUMMARY
-from instep.run.shape import COUNT, TEXT, Shape, is_number
+from instep.record.directory import SUMMARY
+from instep.record.shape import COUNT, TEXT, Shape, is_number, is_object
 
 SHOWN = Shape(
     {
@@ -21,7 +20,7 @@ SHOWN = Shape(
         "world_size": COUNT,
         "state_sha256": TEXT,
         "first_step": COUNT,
-        "parallel": ("an object of settings", lambda value: isinstance(value, dict)),
+        "parallel": ("an object of settings", is_object),
     },
     required={"steps", "strategy", "world_size", "state_sha256"},  # without these there is nothing to show
 )
@@ -41,15 +40,15 @@ def throughput(figures: Mapping[str, Any], form: str = ",.0f") -> str:
 
 
 def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step: int) -> dict[str, Any]:
-    """What ``lines`` of ``metrics.jsonl`` say; None stands for "no such step".
+    """What ``lines`` of ``steps.jsonl`` say; None stands for "no such step".
 
-    Losses are those of the whole run; speed is that of the part after ``first_step``, in one layout. An item
-    is what the lines count by the second.
+    Losses are those of the whole run; speed is that of the part from ``first_step`` on, in one layout. An
+    item is what the lines count by the second.
     """
     losses = [line["loss"] for line in lines if "loss" in line] or [None]
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line] or [None]
     rate_name = throughput_name(name for line in lines for name in line)
-    ours = [line for line in lines if line["step"] > first_step and {"step_ms", "exposed_ms"} <= line.keys()]
+    ours = [line for line in lines if line["step"] >= first_step and {"step_ms", "exposed_ms"} <= line.keys()]
     steady = ours[WARM_UP_STEPS:] or ours
     step_ms = statistics.median(line["step_ms"] for line in steady) if steady else None
     whole_ms = sum(line["step_ms"] for line in steady)
@@ -72,15 +71,15 @@ def show(
     loss_unit: str = "",
 ) -> None:
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
-    last: Any = summary.get("loss_last")
     unit = loss_unit and f" {loss_unit}"
-    loss = f"{last:.3f}{unit} in the last step" if is_number(last) and not math.isnan(last) else ""
+    has_last = is_number(summary.get("loss_last"))
+    loss = f"{_number(summary, 'loss_last', '.3f')}{unit} in the last step" if has_last else ""
     if summary.get("held_out_loss") is not None or (loss_unit and not loss):
         loss = (
             f"{_number(summary, 'held_out_loss', '.3f')}{unit} held out, from "
             f"{_number(summary, 'held_out_loss_first', '.3f')}"
         )
-        if not (is_number(last) and math.isnan(last)):  # else the script has logged none
+        if has_last or loss_unit:  # else the script has logged none
             loss += f" (training {_number(summary, 'loss_last', '.3f')})"
     speed = (
         f"{throughput(summary)}, {_number(summary, 'step_ms_median', '.0f')} ms a step (median), "
@@ -90,7 +89,10 @@ def show(
         ("run", str(path)),
         ("steps", _steps(summary)),
         *([("loss", loss)] if loss else []),
-        ("speed", speed if summary.get("step_ms_median") else "not measured: these ranks have made no step"),
+        (
+            "speed",
+            speed if summary.get("step_ms_median") else "not measured: no step was made in this layout",
+        ),
         *insight,
         ("more", f"{path / SUMMARY}; instep report {shlex.quote(str(path))}"),
         ("state", f"sha256 {summary['state_sha256']}"),
@@ -100,16 +102,13 @@ def show(
         sys.stdout.flush()
 
 
-def finished(step: int, steps: int, *, command: str = "instep train") -> str:
-    """What there is to say where nothing is left to do: ``step`` is done already, and the last."""
+def finished(steps: int, *, command: str = "instep train") -> str:
+    """What to say where all ``steps`` were made before."""
+    say = f"already finished: {steps} of {steps} steps; to train longer, "
     if command == "instep run":
-        return (
-            f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To "
-            "train on: a larger number in run.steps(), and --accept-contract"
-        )
+        return f"{say}raise the number in run.steps() and pass --accept-contract"
     return (
-        f"this run is finished: step {step} of {steps} was done already, and nothing is computed. To train "
-        f"on: --steps {2 * step} --accept-contract (more steps are another schedule of the learning rate)"
+        f"{say}pass --steps {2 * steps} --accept-contract (which changes the schedule of the learning rate)"
     )
 
 

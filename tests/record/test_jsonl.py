@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from instep.run.jsonl import OF_STEPS, JsonLines, read_last_lines, read_lines, read_object, replace_text
-from instep.run.ledger import LEDGER
+from instep.record.directory import RECORD
+from instep.record.jsonl import OF_STEPS, JsonLines, read_last_lines, read_lines, read_object, replace_text
 
 
 def written(path: Path, *steps: int) -> Path:
-    lines = JsonLines(path, until_step=0)
+    lines = JsonLines(path, before_step=0)
     for step in steps:
         lines.write(step=step, loss=0.5)
     lines.close()
@@ -25,15 +25,15 @@ def steps_in(path: Path) -> list[int]:
 
 
 def test_lines_are_read_back(tmp_path):
-    path = written(tmp_path / LEDGER, 1, 2)
+    path = written(tmp_path / RECORD, 1, 2)
     assert read_lines(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
     assert read_lines(tmp_path / "none") == []
 
 
 def test_a_line_is_on_disk_before_the_next_is_written(tmp_path):
-    lines = JsonLines(tmp_path / LEDGER, until_step=0)
+    lines = JsonLines(tmp_path / RECORD, before_step=0)
     lines.write(step=1)
-    assert steps_in(tmp_path / LEDGER) == [1]
+    assert steps_in(tmp_path / RECORD) == [1]
     lines.close()
 
 
@@ -41,36 +41,36 @@ def test_a_line_is_on_disk_before_the_next_is_written(tmp_path):
     "torn", [b"{", b'{"step"', b'{"step": 3, "loss": 0.', b"\0\0\0\n", b'{"step\xff\xfe']
 )
 def test_a_torn_last_line_is_dropped(tmp_path, torn):
-    path = written(tmp_path / LEDGER, 1, 2, 3)
+    path = written(tmp_path / RECORD, 1, 2, 3)
     whole = path.read_text()
     last = whole.splitlines(keepends=True)[-1]
     path.write_bytes(whole.removesuffix(last).encode() + torn)
     assert steps_in(path) == [1, 2]
-    resumed = JsonLines(path, until_step=2)
+    resumed = JsonLines(path, before_step=3)
     resumed.write(step=3, loss=0.5)
     resumed.close()
     assert path.read_text() == whole
 
 
 def test_a_last_line_that_only_lacks_its_end_is_kept_and_ended(tmp_path):
-    path = written(tmp_path / LEDGER, 1, 2)
+    path = written(tmp_path / RECORD, 1, 2)
     path.write_text(path.read_text().removesuffix("\n"))
-    resumed = JsonLines(path, until_step=2)
+    resumed = JsonLines(path, before_step=3)
     resumed.write(step=3)
     resumed.close()
     assert steps_in(path) == [1, 2, 3]
 
 
 def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
-    path = written(tmp_path / LEDGER, 0, 1, 2, 3, 4)
-    resumed = JsonLines(path, until_step=2)
+    path = written(tmp_path / RECORD, 0, 1, 2, 3, 4)
+    resumed = JsonLines(path, before_step=3)
     resumed.write(step=3)
     resumed.close()
     assert steps_in(path) == [0, 1, 2, 3]
 
 
 def test_what_is_left_out_is_noted_for_those_who_ask(tmp_path):
-    path = written(tmp_path / LEDGER, 1, 2)
+    path = written(tmp_path / RECORD, 1, 2)
     for text, problem in {
         "{": " is torn at line 3",
         "[1]\n": ", line 3: expected a JSON object, got [1]",
@@ -79,7 +79,7 @@ def test_what_is_left_out_is_noted_for_those_who_ask(tmp_path):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + text)
         notes: list[str] = []
         assert [line["step"] for line in read_lines(path, notes, OF_STEPS)] == [1, 2]
-        assert notes == [f"{LEDGER}{problem}: the rest is left out"]
+        assert notes == [f"{RECORD}{problem}: the rest is left out"]
 
 
 def test_a_file_that_cannot_be_read_is_noted_or_an_error_but_not_an_empty_one(tmp_path):
@@ -102,9 +102,9 @@ def test_an_object_that_cannot_be_read_is_empty_and_noted(tmp_path, text):
 
 
 def test_the_last_lines_have_one_of_a_step_however_long_the_events_after_it_are(tmp_path):
-    path = written(tmp_path / LEDGER, 1, 2)
+    path = written(tmp_path / RECORD, 1, 2)
     assert read_last_lines(path)[-1]["step"] == 2 and read_last_lines(tmp_path / "none") == []
-    lines = JsonLines(path, until_step=2)
+    lines = JsonLines(path, before_step=3)
     lines.write(step=2, event="started", much="x" * (1 << 19))
     lines.close()
     assert [line["step"] for line in read_last_lines(path) if "event" not in line] == [1, 2]
@@ -112,12 +112,12 @@ def test_the_last_lines_have_one_of_a_step_however_long_the_events_after_it_are(
 
 @pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
 def test_a_line_that_goes_to_a_file_which_is_gone_is_an_error(tmp_path, lost):
-    path = tmp_path / LEDGER
-    lines = JsonLines(path, until_step=0)
+    path = tmp_path / RECORD
+    lines = JsonLines(path, before_step=0)
     lines.write(step=1)
     lost(path)
     for _ in range(2):
-        with pytest.raises(OSError, match=r"removed or replaced while it was in use.*ledger\.jsonl"):
+        with pytest.raises(OSError, match=r"removed or replaced while it was in use.*steps\.jsonl"):
             lines.write(step=2)
         path.write_text("")  # of another run
     lines.close()

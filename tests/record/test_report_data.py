@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from instep.net.peers import Peer, own_peer
 from instep.recipes import text_config
-from instep.run import folder
-from instep.run.ledger import LEDGER, STARTED
-from instep.run.report_data import MOST_EVENTS, MOST_POINTS, report_data, to_json
+from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY, WORKERS
+from instep.record.report_data import MOST_EVENTS, MOST_POINTS, report_data, to_json
+from instep.record.step_lines import STARTED
 from instep.run.toml import to_toml
 from instep.timeline.breakdown import BUBBLE, PARTS
 from instep.timeline.report import render
@@ -35,13 +35,14 @@ def run_of(path: Path, world_size: int = 3, steps: int = STEPS, **how: Any) -> P
     path.mkdir(parents=True, exist_ok=True)
     MadeUpRun(path / FOLDER, world_size, **how).steps(0, steps)
     config = to_toml(text_config.tiny()).replace(f"steps = {text_config.tiny().steps}", f"steps = {steps}", 1)
-    (path / folder.CONFIG).write_text(config)
-    write_lines(path / folder.METRICS, [{"step": s + 1, **figures(s)} for s in range(steps)])
-    write_lines(path / LEDGER, [started(world_size)])
-    (path / folder.SUMMARY).write_text(
-        json.dumps({"steps": steps, "tokens_per_s": 9.5, "strategy": "bucketed"})
-    )
+    (path / CONFIG).write_text(config)
+    write_lines(path / RECORD, [started(world_size), *steps_of(steps)])
+    (path / SUMMARY).write_text(json.dumps({"steps": steps, "tokens_per_s": 9.5, "strategy": "bucketed"}))
     return path
+
+
+def steps_of(num: int) -> list[dict[str, Any]]:
+    return [{"step": s, **figures(s)} for s in range(num)]
 
 
 def figures(step: int) -> dict[str, float]:
@@ -102,10 +103,7 @@ def test_a_finished_run_has_every_section_and_nothing_to_note(tmp_path):
         report["over_time"]["steps"] == [*range(STEPS)]
         and report["over_time"]["ranks"][1]["wall"] == [wall] * STEPS
     )
-    assert (
-        report["curves"]["steps"] == [*range(1, STEPS + 1)]
-        and report["curves"]["loss"][3] == figures(3)["loss"]
-    )
+    assert report["curves"]["steps"] == [*range(STEPS)] and report["curves"]["loss"][3] == figures(3)["loss"]
     assert report["contract"] == {"seed": 3} and report["starts"][0]["world_size"] == 3
 
 
@@ -161,28 +159,27 @@ def directory(file: str) -> Files:
 @pytest.mark.parametrize(
     ("damage", "note"),
     [
-        (text(folder.SUMMARY, "{"), "summary.json cannot be read"),
-        (text(folder.SUMMARY, "[1]"), "summary.json cannot be read"),
-        (text(folder.SUMMARY, "[" * 100_000), "summary.json cannot be read"),
-        (text(folder.SUMMARY, b"\xff\xfe"), "summary.json cannot be read"),
-        (directory(folder.SUMMARY), "summary.json cannot be read"),
-        (append(folder.METRICS, '{"step": 1'), "metrics.jsonl is torn at line 13"),
-        (append(folder.METRICS, "7\n"), "metrics.jsonl, line 13: expected a JSON object, got 7"),
-        (append(folder.METRICS, '{"step": []}\n'), "metrics.jsonl, line 13: step: expected a whole number"),
-        (append(folder.METRICS, "[" * 100_000), "metrics.jsonl is torn at line 13"),
-        (directory(folder.METRICS), "metrics.jsonl cannot be read"),
-        (append(LEDGER, "\0\0\0\0"), "ledger.jsonl is torn at line 2"),
-        (directory(LEDGER), "ledger.jsonl cannot be read"),
-        (text(folder.FAULTS, '{"event": "x"}\n{'), "faults.jsonl is torn at line 2"),
+        (text(SUMMARY, "{"), "summary.json cannot be read"),
+        (text(SUMMARY, "[1]"), "summary.json cannot be read"),
+        (text(SUMMARY, "[" * 100_000), "summary.json cannot be read"),
+        (text(SUMMARY, b"\xff\xfe"), "summary.json cannot be read"),
+        (directory(SUMMARY), "summary.json cannot be read"),
+        (append(RECORD, '{"step": 1'), "steps.jsonl is torn at line 14"),
+        (append(RECORD, "7\n"), "steps.jsonl, line 14: expected a JSON object, got 7"),
+        (append(RECORD, '{"step": []}\n'), "steps.jsonl, line 14: step: expected a whole number"),
+        (append(RECORD, "[" * 100_000), "steps.jsonl is torn at line 14"),
+        (directory(RECORD), "steps.jsonl cannot be read"),
+        (append(RECORD, "\0\0\0\0"), "steps.jsonl is torn at line 14"),
+        (text(FAULTS, '{"event": "x"}\n{'), "faults.jsonl is torn at line 2"),
         (lambda path: shutil.rmtree(path / FOLDER), "there is no trace in trace/"),
         (lambda path: [(path / FOLDER / name(r)).unlink() for r in range(3)], "there is no trace in trace/"),
         (lambda path: [text(name(r), "")(path / FOLDER) for r in range(3)], "no trace in trace/ can be read"),
         (lambda path: (path / FOLDER / name(1)).unlink(), "no trace of rank 1"),
         (lambda path: text(name(0), os.urandom(99_999))(path / FOLDER), "no trace of rank 0"),
         (lambda path: os.truncate(path / FOLDER / name(2), 30_000), "rank-00002.ring is truncated"),
-        (remove(folder.METRICS), "the run ended early, after 0 of 12 steps"),
-        (remove(folder.SUMMARY), "the run ended early, after 12 of 12 steps"),
-        (text(folder.SUMMARY, '{"steps": 4}'), "summary.json tells of the run up to step 4"),
+        (remove(RECORD), "the run ended early, after 0 of 12 steps"),
+        (remove(SUMMARY), "the run ended early, after 12 of 12 steps"),
+        (text(SUMMARY, '{"steps": 4}'), "summary.json is of the first 4 steps"),
     ],
 )  # fmt: skip
 def test_what_is_lost_or_nonsense_is_noted_and_the_rest_is_told(tmp_path, damage, note):
@@ -205,7 +202,7 @@ def test_a_trace_that_does_not_tell_its_setting_is_shown_without(tmp_path, setti
 
 
 def test_a_run_of_no_step_is_its_config_and_a_note(tmp_path):
-    (tmp_path / folder.CONFIG).write_text(to_toml(text_config.tiny()))
+    (tmp_path / CONFIG).write_text(to_toml(text_config.tiny()))
     notes = notes_of(tmp_path)
     assert [note.split(":")[0] for note in notes] == [
         f"the run ended early, after 0 of {text_config.tiny().steps} steps", "there is no trace in trace/",
@@ -213,7 +210,7 @@ def test_a_run_of_no_step_is_its_config_and_a_note(tmp_path):
 
 
 def test_a_run_that_has_not_ended_its_first_step_says_so(tmp_path):
-    (tmp_path / folder.CONFIG).write_text(to_toml(text_config.tiny()))
+    (tmp_path / CONFIG).write_text(to_toml(text_config.tiny()))
     MadeUpRun(tmp_path / FOLDER, 2).step(0, ended=[])
     assert notes_of(tmp_path)[-1].startswith("no step has ended yet on any rank")
 
@@ -227,15 +224,15 @@ def test_a_trace_of_ones_own_loop_is_a_recording_and_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("peer", "state", "note"),
     [
-        (own_peer(0), "running", "the run is going on: it has made 12 of 40 steps so far"),
-        (Peer(0, "another host", 1, 1), "ended early", "goes on where its processes cannot be seen"),
+        (own_peer(0), "running", "the run is still going: 12 of 40 steps so far"),
+        (Peer(0, "another host", 1, 1), "ended early", "or is still going on another host"),
         (Peer(0, own_peer(0).host, 1 << 30, 5, own_peer(0).pid_space), "ended early", "after 12 of 40 steps"),
     ],
 )  # fmt: skip
 def test_whether_a_run_goes_on_is_asked_of_its_processes(tmp_path, peer, state, note):
     run_of(tmp_path)
-    (tmp_path / folder.CONFIG).write_text("steps = 40\n")
-    (tmp_path / folder.WORKERS).write_text(json.dumps({"0": asdict(peer)}))
+    (tmp_path / CONFIG).write_text("steps = 40\n")
+    (tmp_path / WORKERS).write_text(json.dumps({"0": asdict(peer)}))
     report, _, _ = report_data(tmp_path)
     assert report["run"]["state"] == state and any(note in told for told in report["run"]["notes"])
 
@@ -244,7 +241,7 @@ def test_ranks_of_an_earlier_world_are_noted_and_counted_no_more(tmp_path):
     run_of(tmp_path, 4)
     run = MadeUpRun(tmp_path / FOLDER, 2, begin_ms=60_000)
     run.steps(10, 20)
-    write_lines(tmp_path / LEDGER, [started(4), started(2, 10)])
+    write_lines(tmp_path / RECORD, [started(4), started(2, 10), *steps_of(20)])
     report, tapes, _ = report_data(tmp_path, [8, 10, 15])
     assert [[row["rank"] for row in step["ranks"]] for step in report["timeline"]["steps"]] == [
         [0, 1, 2, 3], [0, 1], [0, 1],
@@ -260,7 +257,7 @@ def test_figures_of_a_run_that_went_on_otherwise_are_those_of_its_last_part(tmp_
     """On two ranks, then the last four again on one that computes thrice as long; then a start, no step."""
     run_of(tmp_path, 2)
     MadeUpRun(tmp_path / FOLDER, 1, begin_ms=60_000, slower=lambda rank: 3.0).steps(8, STEPS)
-    write_lines(tmp_path / LEDGER, [started(2), started(1, 8), started(2, STEPS)])
+    write_lines(tmp_path / RECORD, [started(2), started(1, 8), started(2, STEPS), *steps_of(STEPS)])
     report, _, insight = report_data(tmp_path)
     assert report["run"]["first_step"] == 8
     assert report["run"]["notes"][0] == (
@@ -271,15 +268,14 @@ def test_figures_of_a_run_that_went_on_otherwise_are_those_of_its_last_part(tmp_
     assert row["parts"]["compute"] == pytest.approx(3 * 2 * (3 + 6)) and insight.breakdowns[0].steps == 4
     assert {step["step"] for step in report["timeline"]["steps"]} <= {8, 9, 10, 11}
     assert report["over_time"]["steps"] == [*range(STEPS)]
-    assert report["curves"]["steps"] == [*range(1, STEPS + 1)]
+    assert report["curves"]["steps"] == [*range(STEPS)]
 
 
 def test_a_start_that_went_back_has_none_of_the_steps_that_were_made_before_it(tmp_path):
     """Twelve steps on two ranks, the last of which are lost; one rank has made the first of them again."""
     run_of(tmp_path, 2)
     MadeUpRun(tmp_path / FOLDER, 1, begin_ms=60_000).steps(8, 9)
-    write_lines(tmp_path / folder.METRICS, [{"step": s + 1, **figures(s)} for s in range(9)])
-    write_lines(tmp_path / LEDGER, [started(2), started(1, 8)])
+    write_lines(tmp_path / RECORD, [started(2), started(1, 8), *steps_of(9)])
     report, _, _ = report_data(tmp_path)
     assert [row["steps"] for row in report["breakdown"]["ranks"]] == [1]
     assert [step["step"] for step in report["timeline"]["steps"]] == [8]
@@ -304,11 +300,9 @@ def test_what_is_no_run_is_refused(tmp_path, what):
 
 def test_long_runs_are_thinned_to_the_last_step(tmp_path):
     run_of(tmp_path, 1, steps=1000, micro_batches=1, buckets=1, capacity=1 << 15)
-    write_lines(
-        tmp_path / folder.METRICS, [{"step": s, **figures(s), "held_out_loss": 1.0} for s in range(1, 3001)]
-    )
+    write_lines(tmp_path / RECORD, [{**line, "held_out_loss": 1.0} for line in steps_of(3000)])
     report, _, _ = report_data(tmp_path)
-    for steps, last in ((report["over_time"]["steps"], 999), (report["curves"]["steps"], 3000)):
+    for steps, last in ((report["over_time"]["steps"], 999), (report["curves"]["steps"], 2999)):
         assert len(steps) == MOST_POINTS and steps[-1] == last and steps == sorted(set(steps))
     assert len(report["curves"]["held_out"]) == MOST_POINTS
 
@@ -324,7 +318,7 @@ def test_a_page_of_many_ranks_has_a_bounded_size(tmp_path):
 
 
 def test_a_step_that_is_too_large_for_the_page_is_shown_in_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("instep.run.report_data.MOST_EVENTS", 2500)
+    monkeypatch.setattr("instep.record.report_data.MOST_EVENTS", 2500)
     MadeUpRun(tmp_path / FOLDER, 3, micro_batches=400, capacity=1 << 12).steps(0, 2)
     report, _, _ = report_data(tmp_path, [1])
     (step,) = report["timeline"]["steps"]
@@ -359,14 +353,14 @@ fields = st.dictionaries(words, json_values | st.just(STARTED), max_size=5)
     lines=st.lists(fields, max_size=3),
     summary=fields,
     workers=fields,
-    file=st.sampled_from([folder.METRICS, LEDGER, folder.FAULTS]),
+    file=st.sampled_from([RECORD, FAULTS]),
 )
 def test_whatever_the_files_hold_every_number_told_is_finite(tmp_path, lines, summary, workers, file):
-    if not (tmp_path / folder.CONFIG).exists():
+    if not (tmp_path / CONFIG).exists():
         run_of(tmp_path, 1, steps=3)
     write_lines(tmp_path / file, lines)
-    (tmp_path / folder.SUMMARY).write_text(json.dumps(summary))
-    (tmp_path / folder.WORKERS).write_text(json.dumps(workers))
+    (tmp_path / SUMMARY).write_text(json.dumps(summary))
+    (tmp_path / WORKERS).write_text(json.dumps(workers))
     report, _, _ = report_data(tmp_path)
     assert_can_be_shown(report)
     assert all(abs(x) < 1 << 63 for x in values(report) if isinstance(x, int))

@@ -1,13 +1,17 @@
-"""JSON files that survive their writers: replaced as a whole or appended line by line, and read with doubt.
+"""JSON files that survive their writers: replaced as a whole or appended line by line, and checked when read.
 
 A run may be killed in the middle of a line, and may go on while its files are read. So a line counts when it
-is whole, and a reader takes the lines up to the first one that is not. A line that is whole, but is not what
-instep writes, was written by something else: a reader that goes on with the run refuses it, by its number.
+is whole, and a reader stops at the first torn one. A whole line that instep does not write was written by
+something else: a reader that continues the run refuses it, by its number.
+
+JSON has no NaN and no infinity: they are written as the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``
+(as by protobuf), so that any reader takes the files. All other floats come back with the same bits.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,11 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from instep.record.shape import COUNT, TEXT, Shape
 from instep.regular_files import create, open_or_create, open_regular, require_in_place
-from instep.run.shape import COUNT, TEXT, Shape
 
 TAIL_BYTES = 1 << 18
 NOT_JSON = object()
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Fields = dict[str, Any]
 """A JSON object: one line of a file, or all of it."""
@@ -29,19 +34,42 @@ OF_STEPS = Shape({"step": COUNT, "event": TEXT}, required={"step"})
 EVENTS = Shape({"event": TEXT}, required={"event"})
 
 
-class JsonLines:
-    """A JSONL file that survives its writer: every line is on its own, and a torn last one is dropped."""
+def to_json(fields: Any, indent: int | None = None) -> str:
+    """``fields`` as JSON that any reader takes."""
+    try:
+        return json.dumps(fields, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(fields), indent=indent, allow_nan=False)
 
-    def __init__(self, path: Path, *, until_step: int, shape: Shape = OF_STEPS) -> None:
-        """Go on after ``until_step``: lines of later steps belong to work that is done again, events stay.
+
+def finite(value: Any) -> Any:
+    """``value`` with texts in the place of numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: finite(content) for name, content in value.items()}
+    return [finite(content) for content in value] if isinstance(value, list | tuple) else value
+
+
+def numbers_of(fields: Fields) -> Fields:
+    """``fields`` with the numbers that JSON does not have."""
+    return {name: NOT_FINITE.get(x, x) if isinstance(x, str) else x for name, x in fields.items()}
+
+
+class JsonLines:
+    """A JSONL file that survives its writer: every line is flushed, and a torn last one is dropped."""
+
+    def __init__(self, path: Path, *, before_step: int, shape: Shape = OF_STEPS) -> None:
+        """Continue with step ``before_step``: lines of it and later ones are removed, events stay.
 
         Raises:
             ValueError: a line is not of ``shape``.
-            OSError: there is something else than a regular file.
+            OSError: ``path`` is no regular file.
         """
-        if not _ends_at(path, until_step, shape):
-            kept = [line for line in read_lines(path, shape=shape) if _stays(line, until_step)]
-            replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        tail = _tail(path, shape)
+        if tail is None or not all(_stays(line, before_step) for line in tail):
+            kept = [line for line in read_lines(path, shape=shape) if _stays(line, before_step)]
+            replace_text(path, "".join(to_json(line) + "\n" for line in kept))
         self._path = path
         self._file = open(path, "a", encoding="utf-8", buffering=1, opener=open_or_create)  # noqa: SIM115
 
@@ -51,7 +79,7 @@ class JsonLines:
         Raises:
             OSError: the disk is full, or the file was removed or replaced, so that its lines are lost.
         """
-        self._file.write(json.dumps(fields) + "\n")
+        self._file.write(to_json(fields) + "\n")
         require_in_place(self._file.fileno(), self._path)
 
     def close(self) -> None:
@@ -62,7 +90,7 @@ class JsonLines:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, and no mixture of what two wrote."""
+    """Write a file so that a reader sees the old one or the new one, and never a mixture of two writers'."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         with os.fdopen(create(temporary), "w", encoding="utf-8") as file:
@@ -75,10 +103,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_object(path: Path, notes: list[str] | None = None) -> Fields:
-    """The JSON object in a file; an empty one if there is none, or none that can be read.
-
-    ``notes`` is told of a file that is there and cannot be read.
-    """
+    """The JSON object in a file; {} if there is none, or none that can be read, which ``notes`` gets."""
     try:
         with open(path, encoding="utf-8", opener=open_regular) as file:
             found = json.load(file)
@@ -87,25 +112,25 @@ def read_object(path: Path, notes: list[str] | None = None) -> Fields:
     except (OSError, ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
-        return found
+        return numbers_of(found)
     if notes is not None:
         notes.append(f"{path.name} cannot be read: left out")
     return {}
 
 
 def read_lines(path: Path, notes: list[str] | None = None, shape: Shape = OBJECTS) -> list[Fields]:
-    """The lines of a JSONL file, up to the first that is no whole JSON; none if there is no file.
+    """The lines of a JSONL file, up to the first torn one; [] if there is no file.
 
-    ``notes`` is told of what was left out, which then are also lines that are not of ``shape``.
+    With ``notes`` a file that cannot be read, and a line that is not of ``shape``, end the lines, too;
+    ``notes`` says what was left out.
 
     Raises:
-        OSError: the file cannot be read, and there are no ``notes`` to say so in.
-        ValueError: a line is not of ``shape``, and there are no ``notes``.
+        OSError, ValueError: those two, without ``notes``.
     """
     found: list[Fields] = []
     told = [] if notes is None else notes
     try:
-        for number, (_, line) in enumerate(each_line(path, errors="replace"), start=1):
+        for number, (_, line) in enumerate(each_line(path), start=1):
             if line is NOT_JSON:
                 told.append(f"{path.name} is torn at line {number}: the rest is left out")
                 break
@@ -125,18 +150,15 @@ def read_lines(path: Path, notes: list[str] | None = None, shape: Shape = OBJECT
     return found
 
 
-def each_line(path: Path, *, errors: str = "strict") -> Iterator[tuple[bytes, Any]]:
-    """Each line of a file as it stands there, and what JSON makes of it; ``NOT_JSON`` if nothing.
-
-    ``errors`` says what becomes of bytes that are not UTF-8, as in ``bytes.decode``.
-    """
+def each_line(path: Path) -> Iterator[tuple[bytes, Any]]:
+    """Each line of a file, as bytes and as parsed JSON; ``NOT_JSON`` if it is none."""
     with open(path, "rb", opener=open_regular) as file:
         for data in file:
-            yield data, _parsed(data, errors)
+            yield data, _parsed(data)
 
 
 def marked_lines(path: Path, mark: bytes, shape: Shape) -> list[Fields]:
-    """The whole lines that have ``mark`` in them; the others are not even parsed. None if there is no file.
+    """The whole lines that begin with ``mark``; the others are not even parsed. [] if there is no file.
 
     Raises:
         OSError: the file cannot be read.
@@ -145,8 +167,8 @@ def marked_lines(path: Path, mark: bytes, shape: Shape) -> list[Fields]:
     found: list[Fields] = []
     with suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as file:
         for number, data in enumerate(file, start=1):
-            if mark in data and data.endswith(b"\n"):
-                line = _parsed(data, "replace")
+            if data.startswith(mark) and data.endswith(b"\n"):
+                line = _parsed(data)
                 if problem := "expected JSON" if line is NOT_JSON else shape.problem(line):
                     raise _not_ours(path, number, problem)
                 found.append(line)
@@ -166,7 +188,7 @@ def read_last_lines(path: Path, shape: Shape = OF_STEPS) -> list[Fields]:
 
 
 def _tail(path: Path, shape: Shape) -> list[Fields] | None:
-    """The last lines of a file; None if they are not whole, or not of ``shape``."""
+    """The last lines of a file; None if they are torn, or not of ``shape``."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
@@ -174,26 +196,21 @@ def _tail(path: Path, shape: Shape) -> list[Fields] | None:
     except FileNotFoundError:
         return []
     whole, _, torn = tail.rpartition(b"\n")
-    lines = [_parsed(x, "strict") for x in whole.splitlines()[len(tail) == TAIL_BYTES :]]
+    lines = [_parsed(x) for x in whole.splitlines()[len(tail) == TAIL_BYTES :]]
     return None if torn or any(map(shape.problem, lines)) else lines
 
 
-def _ends_at(path: Path, step: int, shape: Shape) -> bool:
-    """Whether the file's last lines are whole, and none is of a later step."""
-    tail = _tail(path, shape)
-    return tail is not None and all(_stays(line, step) for line in tail)
+def _stays(line: Fields, before_step: int) -> bool:
+    return "event" in line or line["step"] < before_step
 
 
-def _stays(line: Fields, step: int) -> bool:
-    return "event" in line or line["step"] <= step
-
-
-def _parsed(data: bytes, errors: str) -> Any:
+def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data.decode(errors=errors))
+        found = json.loads(data.decode())
     except (ValueError, RecursionError):
         return NOT_JSON
+    return numbers_of(found) if isinstance(found, dict) else found
 
 
 def _not_ours(path: Path, number: int, problem: str) -> ValueError:
-    return ValueError(f"{path}, line {number}: {problem}: put the file back as it was, or move it away")
+    return ValueError(f"{path}, line {number}: {problem}: restore the file, or move it away")

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from instep.run.display import LINES_PER_RUN, Display
-from instep.run.rank_state import Made
+from instep.record.display import LINES_PER_RUN, Display
+from instep.record.step_lines import Made
 
 MADE = Made(
     loss=2.3456,
@@ -20,7 +20,7 @@ MADE = Made(
 
 def shown(capsys, num_steps: int, rank: int = 0) -> list[str]:
     display = Display(rank, num_steps)
-    for step in range(1, num_steps + 1):
+    for step in range(num_steps):
         display.step(step, MADE)
     display.say("it is done, [not] a tag")
     display.close()
@@ -35,13 +35,13 @@ def test_without_a_terminal_there_are_some_twenty_lines_and_the_last_step_is_amo
     steps = [int(line.split()[1].partition("/")[0]) for line in lines]
     assert len(steps) == len(set(steps)) <= 2 * LINES_PER_RUN
     assert len(steps) >= min(num_steps, LINES_PER_RUN)
-    assert steps[-1] == num_steps
+    assert (steps[0], steps[-1]) == (0, num_steps - 1)
     assert said == "it is done, [not] a tag"
 
 
 def test_a_line_has_the_figures_of_its_step(capsys):
     (line, _) = shown(capsys, 1)
-    assert line == "step 1/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 exposed)  12,346 tokens/s"
+    assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 exposed)  12,346 tokens/s"
 
 
 def test_numbers_stand_below_each_other(capsys):
@@ -63,7 +63,7 @@ def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatc
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich believe in a terminal
     monkeypatch.setenv("COLUMNS", "200")
     display = Display(0, 40)
-    display.step(20, MADE)
+    display.step(19, MADE)
     display.say("a line above it")
     display.close()
     err = capsys.readouterr().err

@@ -1,16 +1,15 @@
-"""How a run shows itself while it goes on: a bar on a terminal, plain lines elsewhere, on rank 0's stderr."""
+"""Progress of a run on rank 0's stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from instep.run.rank_state import BUBBLE_MS, Made
-from instep.run.summary import throughput
+from instep.record.step_lines import BUBBLE_MS, Made
+from instep.record.summary import throughput
 from instep.timeline.straggler import SlowRank
 
 LINES_PER_RUN = 20
@@ -44,7 +43,7 @@ class Display:
         self.console.print(text)
 
     def step(self, step: int, made: Made, slow: Callable[[], SlowRank | None] = lambda: None) -> None:
-        """``step`` steps are done, ``made`` is the last; ``slow()``, asked rarely, finds the slow rank."""
+        """``made`` is what ``step`` computed; ``slow()``, asked rarely, finds the slow rank."""
         if made.skipped:
             self.say(f"step {step} was skipped: {made.skipped}")
         if self.console.quiet:
@@ -52,8 +51,8 @@ class Display:
         if self._bar is not None:
             if (now := time.monotonic()) > self._asked + ASK_S:
                 self._asked, self._slow = now, slow()
-            self._bar.update(self._task, completed=step, figures=_figures(made, self._slow))
-        elif step % self.every == 0 or step == self.num_steps:
+            self._bar.update(self._task, completed=step + 1, figures=_figures(made, self._slow))
+        elif step % self.every == 0 or step + 1 == self.num_steps:
             self.say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {_figures(made, slow())}")
 
     def close(self) -> None:
@@ -68,7 +67,7 @@ def _figures(made: Made, slow: SlowRank | None) -> str:
         waiting += f", {made.logged[BUBBLE_MS]:.0f} bubble"
     culprit = f"  rank {slow.rank} is slow: {slow.phase}, +{slow.excess_s * 1e3:.0f} ms" if slow else ""
     known = {"loss": (made.loss, ".3f"), "norm": (made.norm, ".2f"), "lr": (made.rate, ".1e")}
-    shown = "  ".join(f"{name} {x:{form}}" for name, (x, form) in known.items() if not math.isnan(x))
+    shown = "  ".join(f"{name} {x:{form}}" for name, (x, form) in known.items() if x is not None)
     return (
         f"{shown}  {made.step_ms:.0f} ms"
         f" ({made.exposed_ms:.0f} exposed{waiting})  {throughput(made.logged)}{culprit}"
