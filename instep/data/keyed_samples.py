@@ -21,7 +21,6 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from instep.data.sample_shards import Shards
 from instep.data.shuffled import keyed
-from instep.data.text import ByteText
 from instep.launch.handover import Outgoing
 from instep.rng.generators import KeyedGenerator, default_generator, generators_in, global_generators
 from instep.rng.keys import derive
@@ -206,7 +205,8 @@ class KeyedSamples:
 def is_plain(dataset: Any) -> bool:
     """Whether reading ``dataset`` draws nothing, nor stacking what comes: only torch, numpy or we do it.
 
-    So nothing has to be keyed. The very types, for a subclass may read in a way of its own.
+    So nothing has to be keyed. The very types, for a subclass may read in a way of its own; a class says
+    ``draws_nothing`` of itself.
     """
     while type(dataset) is Subset and type(dataset.indices) in (list, range):
         dataset = dataset.dataset
@@ -214,7 +214,7 @@ def is_plain(dataset: Any) -> bool:
         return all(type(x) is Tensor for x in dataset.tensors)
     if type(dataset) is np.ndarray:
         return not dataset.dtype.hasobject
-    return type(dataset) in (ByteText, Tensor, range)
+    return type(dataset) in (Tensor, range) or "draws_nothing" in vars(type(dataset))
 
 
 def _name(error: Exception, dataset: Any, places: Sequence[Place]) -> None:

@@ -25,6 +25,8 @@ RECORD_LIMIT_BYTES = 1 << 19
 # Errors that say that another rank failed.
 CONSEQUENCES = frozenset({"instep.errors.PeerLost"})
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "safetensors"}
+# What these raise may be what a user's data set has raised, in a worker process.
+READERS = frozenset({"instep.data.loader", "instep.data.keyed_samples", "instep.data.sample_shards"})
 HINTS = {
     -signal.SIGKILL: "out of memory? or did somebody kill it? The kernel's log (dmesg) says; if it was "
     "memory, try fewer ranks or smaller micro-batches",
@@ -98,7 +100,7 @@ def _is_ours(error: BaseException) -> bool:
     """Whether the innermost frame that is of no library is instep's."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
     own = [name for name in names if name.partition(".")[0] not in LIBRARIES]
-    return not own or (own[-1].startswith("instep.") and not own[-1].startswith("instep.data."))
+    return not own or (own[-1].startswith("instep.") and own[-1] not in READERS)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instep
-from instep.data.text import ByteText, next_tokens, open_text
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
+from instep.recipes.corpus import ByteText, next_tokens, open_text
 from instep.recipes.text_config import (
     Config,
     OptimConfig,

@@ -19,8 +19,8 @@ from instep.data import keyed_samples
 from instep.data.keyed_samples import KeyedSamples, Task, is_plain
 from instep.data.loader import NUM_HELD, Loader
 from instep.data.order import GOLDEN_GAMMA, mix, sample_at
-from instep.data.text import ByteText
 from instep.launch.memory_file import MemoryFile
+from instep.recipes.corpus import ByteText
 from instep.rng.keys import derive
 from tests.data.test_loader import read_step, whole
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.data.text import ByteText
 from instep.mesh.mesh import Mesh
 from instep.recipes import text_config
+from instep.recipes.corpus import ByteText
 from instep.recipes.text import held_out_loss, losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig
 from tests.parity import bits, numbers, world_of_one

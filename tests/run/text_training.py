@@ -12,11 +12,11 @@ import torch
 
 import instep
 from instep.checkpoint.registered import Registered
-from instep.data.text import open_text
 from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
 from instep.mesh.mesh import Mesh
 from instep.recipes import text_config
+from instep.recipes.corpus import open_text
 from instep.recipes.text import declared_step, distribute, held_out_loss, make_model
 from instep.recipes.text_config import Config, ParallelConfig, learning_rate, numerical
 from instep.record.step_lines import Made

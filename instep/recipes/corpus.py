@@ -1,16 +1,14 @@
 """Byte-level text: every byte is a token, so there is no vocabulary to build and nothing to download.
 
 A corpus is one run of bytes: a file, a folder's files one after the other, or the Python standard library's
-own source, which is real text that every machine with Python has. It is cut into blocks, and blocks at even
-distances through the whole corpus are held out:
+own source. It is cut into blocks, and blocks at even distances through the whole corpus are held out:
 
     corpus   | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | ...          (held_out = 1/4)
     train    | 0 |   | 2 | 3 | 4 |   | 6 | 7 | 8 |   | ...
     held out |   | 1 |           | 5 |           | 9 | ...
 
 Holding out the last files instead would compare two kinds of text, not two samples of one. Train and held-out
-blocks are joined into two corpora before windows are cut, so no window holds a byte of both. A window may
-span a seam, between two files as between two blocks.
+blocks are joined into two corpora before windows are cut, so no window has a byte of both.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = ["ByteText", "TextSplits", "next_tokens", "open_text"]
 
 MAX_BLOCK_BYTES = 64 * 1024
 MIN_HELD_OUT_BLOCKS = 16  # in a short corpus the blocks shrink until there are as many, down to one window
@@ -43,15 +39,14 @@ class ByteText:
     """Windows of ``context + 1`` bytes over a corpus; window i begins at byte ``i * context``.
 
     Neighbours share one byte: the last target of one window is the first input of the next, so that every
-    byte but the very first is predicted exactly once. What is left at the end, less than a window, is unused.
-
-    Raises ``ValueError`` for a corpus shorter than one window.
+    byte but the very first is predicted exactly once. A rest that is shorter than a window is unused.
     """
+
+    draws_nothing: ClassVar = True
 
     def __init__(self, corpus: bytes, context: int, name: str = "text") -> None:
         check_length(corpus, context, name)
-        self.name = name
-        self.context = context
+        self.name, self.context = name, context
         # bytearray, because torch warns about memory that it may not write to
         self.tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)  # (num_bytes,)
 
@@ -59,26 +54,26 @@ class ByteText:
         return (len(self.tokens) - 1) // self.context
 
     def __getitem__(self, i: int) -> Tensor:
-        """Window ``i``, (context + 1,) int64."""
         return self.windows([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """These windows, for a loader that asks for several at once."""
         return list(self.windows(indices))
 
     def windows(self, indices: Sequence[int]) -> Tensor:
-        """These windows, in this order and in fresh memory: (len(indices), context + 1) int64.
+        """These windows, in this order: (len(indices), context + 1) int64.
 
-        Raises ``IndexError`` for an index outside ``range(len(self))``.
+        A copy: a view would begin wherever its bytes lie, and off a 16-byte boundary the CPU's matrix kernels
+        take another path, which gives other bits.
         """
-        overlapping = self.tokens.unfold(
-            0, self.context + 1, self.context
-        )  # (len(self), context + 1), a view
-        return take_rows(overlapping, indices).to(torch.int64)
+        overlapping = self.tokens.unfold(0, self.context + 1, self.context)  # (len(self), context + 1)
+        for index in indices:
+            if not 0 <= index < len(self):
+                raise IndexError(f"expected 0 <= index < {len(self)} windows, got {index}")
+        return overlapping.index_select(0, torch.tensor(indices, dtype=torch.int64)).to(torch.int64)
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of the corpus: two runs with equal digests read the same bytes."""
+        """Of the corpus: two runs with equal digests read the same bytes."""
         return hashlib.sha256(self.tokens.numpy().data).hexdigest()
 
 
@@ -93,14 +88,11 @@ def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSp
     """Read a file, a folder, or the Python standard library (None), and hold out a share of its bytes.
 
     Of a folder, every regular file that looks like text is read, in the order of its relative path; hidden
-    files and folders, and symbolic links that lead out of the folder, are left out. The share that is held
-    out is exact to a block, at most 64 KiB.
+    files and folders, and symbolic links that lead out of the folder, are left out.
 
-    Raises ``FileNotFoundError`` for a path that is not there, and ``ValueError`` for an empty text or one
-    from which a window for training and one for evaluation cannot be cut.
+    Raises ``FileNotFoundError`` for a path that is not there, and ``ValueError`` for a text from which a
+    window for training and one for evaluation cannot be cut.
     """
-    if not 0 < held_out <= 0.5:
-        raise ValueError(f"expected 0 < held_out <= 0.5, got {held_out}: it is a share of the bytes")
     name, corpus = read_corpus(path)
     check_length(corpus, context, name)
     train, rest = split_blocks(corpus, context + 1, held_out)
@@ -111,35 +103,17 @@ def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSp
     )
 
 
-def take_rows(source: Tensor, indices: Sequence[int]) -> Tensor:
-    """``source[indices]`` along dim 0, a copy; ``IndexError`` for an index outside.
-
-    A view would begin wherever its rows lie, and off a 16-byte boundary the CPU's matrix kernels take another
-    path, which gives other bits.
-    """
-    num_rows = source.shape[0]
-    for index in indices:
-        if not 0 <= index < num_rows:
-            raise IndexError(f"expected 0 <= index < {num_rows} samples, got {index}")
-    return source.index_select(0, torch.tensor(indices, dtype=torch.int64, device=source.device))
-
-
 def next_tokens(windows: Tensor) -> tuple[Tensor, Tensor]:
     """Split ``windows`` (B, T + 1) into inputs and targets, (B, T) each: a target is the next token.
 
     Both are copies. ``.contiguous()`` would not do: of a single window both halves already are contiguous,
     and it would return views, the second one token off the alignment that the bits rest on.
     """
-    if windows.dim() != 2 or windows.shape[1] < 2:
-        raise ValueError(f"expected windows of shape (B, T + 1) with T >= 1, got {tuple(windows.shape)}")
-    inputs, targets = windows[:, :-1], windows[:, 1:]
     fresh = torch.contiguous_format
-    return inputs.clone(memory_format=fresh), targets.clone(memory_format=fresh)
+    return windows[:, :-1].clone(memory_format=fresh), windows[:, 1:].clone(memory_format=fresh)
 
 
 def check_length(corpus: bytes, context: int, name: str) -> None:
-    if context < 1:
-        raise ValueError(f"expected context >= 1, got {context}")
     if len(corpus) < context + 1:
         found = f"has {len(corpus)} bytes" if corpus else "is empty"
         raise ValueError(

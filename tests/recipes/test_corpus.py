@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.data.text import ByteText, next_tokens, open_text, read_corpus
+from instep.recipes.corpus import ByteText, next_tokens, open_text, read_corpus
 
 
 def test_windows_share_one_byte_with_the_next() -> None:
@@ -34,7 +34,7 @@ def test_windows_come_in_the_order_asked_for_as_aligned_int64() -> None:
 
 
 def test_a_window_outside_is_refused() -> None:
-    with pytest.raises(IndexError, match="0 <= index < 3 samples, got 3"):
+    with pytest.raises(IndexError, match="0 <= index < 3 windows, got 3"):
         ByteText(b"abcdefghij", context=3).windows([3])
 
 
@@ -111,17 +111,12 @@ def test_a_text_too_short_is_refused_with_both_numbers(tmp_path: Path, num_bytes
         open_text(file, context=64)
 
 
-def test_a_missing_path_and_an_impossible_share_are_refused(tmp_path: Path) -> None:
+def test_a_missing_path_and_what_is_no_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="which does not exist"):
         open_text(tmp_path / "nothing", context=64)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="which is neither"):
         open_text(tmp_path / "pipe", context=64)
-    for share in (0.0, 0.6):
-        with pytest.raises(ValueError, match=r"0 < held_out <= 0\.5"):
-            open_text(None, context=64, held_out=share)
-    with pytest.raises(ValueError, match="context >= 1, got 0"):
-        ByteText(b"text", context=0)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -134,9 +129,3 @@ def test_targets_are_the_next_tokens_in_memory_of_their_own(batch: int) -> None:
         assert half.is_contiguous()
         assert half.data_ptr() % 64 == 0
         assert half.untyped_storage().data_ptr() != windows.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("shape", [(9,), (2, 1), (2, 3, 4)])
-def test_windows_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"expected windows of shape \(B, T \+ 1\)"):
-        next_tokens(torch.zeros(shape, dtype=torch.int64))
