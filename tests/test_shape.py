@@ -60,6 +60,7 @@ PURE = (
     "instep.launch.rank_process",
     "instep.launch.launch_environment",
     "instep.launch.memory_file",
+    "instep.launch.output",
     "instep.launch.process_memory",
     "instep.launch.process_state",
     "instep.comm.algorithms",

@@ -11,6 +11,7 @@ from typing import Any
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, supervise
 from instep.launch.launch_environment import detect
+from instep.launch.output import outlive_output
 from instep.run import folder
 from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
 from instep.run.script import ScriptCall, execute_here, work
@@ -22,6 +23,7 @@ def launch_script(call: ScriptCall, *, ranks: int, min_ranks: int = 0) -> int:
 
     In a world that another launcher has started, and to print its help, it runs in this process.
     """
+    outlive_output()
     faults = parse_all(call.fault)
     if detect(os.environ).source != "single" or {"-h", "--help"} & set(call.arguments):
         return execute_here(call)

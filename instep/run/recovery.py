@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 AGREEMENT = "the agreement on the state"
 FRESH, NOTHING = -2, -1
+BEGINNING = "the beginning"
 SNAPSHOT = "the snapshot"
 SHOWN = 12  # differences of two contracts
 
@@ -108,7 +109,7 @@ def _take(
         found = checkpoints.restore(training)
         if found is None:
             training.begin()
-            return "the beginning", {}
+            return BEGINNING, {}
         return found
     assert snapshots is not None
     if on_disk > step:
