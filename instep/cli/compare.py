@@ -22,7 +22,7 @@ from instep.record.compare import (
     after,
     compare,
 )
-from instep.record.directory import command_again, flag_of
+from instep.record.directory import command_again
 from instep.record.jsonl import Fields
 from instep.record.step_lines import RecordedRun, placement_text, read_run
 
@@ -119,7 +119,7 @@ def _different(a: RecordedRun, b: RecordedRun, found: FirstDifference, *, is_exp
         settings = "the different configurations, above" if is_expected else _accepted(a, b, found.step)
         yield from [f"cause: {settings}"] if settings else _how_to_learn_more(a, b, found)
     else:
-        yield from _cause(found.cause, flag_of(a.path, "--ledger.every"))
+        yield from _cause(found.cause)
 
 
 def _accepted(a: RecordedRun, b: RecordedRun, first: int) -> str:
@@ -141,14 +141,14 @@ def _parameters(found: FirstDifference) -> Iterator[str]:
     yield f"parameter: {_listed(found.parameters)} ({number} {after(found.parameters_step or 0)})"
 
 
-def _cause(cause: Cause, every: str) -> Iterator[str]:
+def _cause(cause: Cause) -> Iterator[str]:
     said = "before the step" if cause.part == BEFORE else cause.part
     yield f"cause: {said}: {cause.what}"
     if cause.parameters:
         yield f"   in {_listed(cause.parameters)}"
     yield from _shortened([_leaf(odd) for odd in cause.leaves])
     if cause.part == BEFORE and cause.leaves:
-        yield f"   run both again with {every} 1 to find the step whose update differs"
+        yield "   run both again with --record.hash-every 1 to find the step whose update differs"
 
 
 def _leaf(odd: DifferingMicroBatch) -> str:
@@ -168,9 +168,10 @@ def _how_to_learn_more(a: RecordedRun, b: RecordedRun, found: FirstDifference) -
         paths.append(run.path)
         if found.step not in run.steps or run.steps[found.step].reduced is None:
             paths[-1] = beside = run.path.with_name(f"{run.path.name}-leaves")
-            flags = ("--stop-after", str(found.step + 1), "--ledger.leaves")
+            flags = ("--stop-after", str(found.step + 1), "--record.leaves")
             command = command_again(run.path, beside, flags)
-            yield f"   {command or f'instep.Run({str(beside)!r}, ledger_leaves=True) in its notebook'}"
+            notebook = f"instep.Run({str(beside)!r}, record={{'leaves': True}}) in its notebook"
+            yield f"   {command or notebook}"
     yield f"   {PROGRAM} {shlex.join(map(str, paths))}"
 
 

@@ -8,7 +8,7 @@ three leaves bits behind:
                                                      sum -> norm, state   updating
 
 The first of these that differs while everything before it is the same is the cause. Only runs that were
-asked for it (``--ledger.leaves``) have hashes of the micro-batches' gradients; without them the step and the
+asked for it (``--record.leaves``) have hashes of the micro-batches' gradients; without them the step and the
 parameter are known, and which command finds the rest.
 """
 

@@ -25,8 +25,6 @@ SUMMARY = "summary.json"
 WORKERS = "workers.json"
 FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
-# Flags of `instep train`, and their names in `instep run`.
-FLAGS = {"--ledger.leaves": "--leaves", "--ledger.every": "--ledger-every"}
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -41,21 +39,16 @@ def config_of(path: Path) -> dict[str, Any]:
 def command_again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
     """The command that repeats the run in ``path``, in ``beside``; "" for a notebook's run.
 
-    ``flags`` are those of ``instep train``.
+    ``flags`` are those that ``instep train`` and ``instep run`` share.
     """
     config = config_of(path)
-    script, arguments = config.get("script"), config.get("arguments", [])
+    script, module, arguments = config.get("script"), config.get("module"), config.get("arguments", [])
     if script == "":
         return ""
     if isinstance(script, str) and isinstance(arguments, list):
-        own = [FLAGS.get(flag, flag) for flag in flags]
-        words = ["run", "--run-dir", str(beside), *own, script, *map(str, arguments)]
+        started = ["-m", module] if isinstance(module, str) and module else [script]
+        words = ["run", "--run-dir", str(beside), *flags, *started, *map(str, arguments)]
     else:
         fresh = ["--no-resume"] if flags else []
         words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *fresh, *flags]
     return f"instep {shlex.join(words)}"
-
-
-def flag_of(path: Path, flag: str) -> str:
-    """The name that ``flag`` of ``instep train`` has in the command of the run in ``path``."""
-    return FLAGS.get(flag, flag) if "script" in config_of(path) else flag

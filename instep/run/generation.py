@@ -31,7 +31,7 @@ from instep.record.display import Display
 from instep.record.loggers import Loggers
 from instep.record.step_lines import LINES, is_of_another_contract, part_begins, starts, steps_recorded
 from instep.run import folder
-from instep.run.memory_usage import run_memory, words
+from instep.run.peak_memory import peak_memory, words
 from instep.run.recovery import BEGINNING, Checkpoints, Snapshots, restore_newest
 from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
@@ -206,7 +206,7 @@ class Generation:
             json.dumps(training.timing.breakdown(begun["first_step"]).to_json()).encode(),
             "the gathering of breakdowns",
         )
-        memory = run_memory(training)
+        memory = peak_memory(world, training.mesh.device)
         state = training.state_sha256() if training.owns else ""
         training.heartbeat.enter("summary")
         # The others wait for rank 0 here: some launchers end all ranks when the first has ended.
@@ -229,14 +229,14 @@ class Generation:
             recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
             if training.generation > 1 and before and before[-1]["fingerprint"] != ours:
                 raise ContractBroken(
-                    "the ranks would go on under another contract than the one they began with:\n  "
+                    "the ranks' numerical configuration is no longer the one the run began with:\n  "
                     + "\n  ".join(differences(before[-1]["numerical"], training.contract))
                 )
             recorded_steps, note = steps_recorded(path), ""
             if source == BEGINNING and recorded_steps > 0:
                 note = self._begins_again(recorded_steps)
             elif training.generation == 1 and recorded_steps > training.steps_done:
-                note = f"steps {training.steps_done} to {recorded_steps - 1} of the record are made again"
+                note = f"steps {training.steps_done} to {recorded_steps - 1} are made again"
             now = {"step": training.steps_done, "generation": training.generation}
             return {
                 "restarts": len(before),
@@ -291,19 +291,19 @@ class Generation:
     def _loggers(self, written: int) -> Loggers:
         config, rank = self.training.config, self.training.mesh.rank
         return Loggers(
-            config.logs.names,
+            config.record.loggers,
             self.path,
             asdict(self.training.settings),
             rank=rank,
             written=written,
-            project=config.logs.wandb_project,
+            project=config.record.wandb,
             timeout_s=min(30.0, config.timeout_s / 4),  # the other ranks wait for this one
             say=self.display.say,
         )
 
     def _record(self) -> None:
         """From now on, what this rank does is on disk, to be read at any time."""
-        mesh, capacity = self.training.mesh, self.training.config.trace.events
+        mesh, capacity = self.training.mesh, self.training.config.record.events
         if not capacity:  # on no rank
             return
         placed, run = trace_files.head_of(mesh.world.group), trace_head(self.training)
@@ -335,7 +335,7 @@ class Generation:
         slow = None
         try:
             slow = self.training.timing.slow(REMEMBERED)
-            if not self.training.config.trace.events:
+            if not self.training.config.record.events:
                 return Analysis({}, breakdowns, [], slow, [])
             traces = trace_files.read_traces(self.path / trace_files.FOLDER)
             done = self.training.steps_done  # a rank that is gone may have made more

@@ -93,7 +93,7 @@ class RunWriter:
 
     def step(self, made: Made, held_out_loss: float | None, *, last: bool) -> None:
         """Write the line of the last step. Collective where the state is sharded, or leaves are hashed."""
-        training, config = self.training, self.training.config.ledger
+        training, config = self.training, self.training.config.record
         done = training.steps_done
         more: Fields = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         figures = {**made.figures, **more}
@@ -102,7 +102,7 @@ class RunWriter:
         if not training.owns:
             return
         whole = None
-        if last or (config.every > 0 and done % config.every == 0):
+        if last or (config.hash_every > 0 and done % config.hash_every == 0):
             with training.mesh.recorder.span("hash", lane="host"):
                 whole = training.state_digests()
             training.heartbeat.enter("ledger")
@@ -169,7 +169,7 @@ def trace_head(training: ScriptTraining) -> Fields:
         micro_size=config.batch.micro_size,
         pp=mesh.axes.size("pp"),
         schedule=config.parallel.schedule,
-        cuts=getattr(config.parallel, "cuts", ""),
+        cuts=config.parallel.cuts,
     )
     num_parameters = sum(shape_of(p).numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}

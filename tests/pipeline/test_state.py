@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.checkpoint.registered import Registered
+from instep.bench.memory_usage import memory_usage
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh, build
-from instep.run.memory_formula import state_bytes
-from instep.run.memory_usage import memory_usage
 from tests.pipeline.test_runtime import STEPS, G, gpt, of_one_rank, sha256, train, unfilled
 from tests.world import world
 
@@ -84,8 +82,8 @@ def test_its_state_dict_is_that_of_all_layers_and_fits_a_plain_optimizer(mesh: M
 @world(2, pp=2, dp=1)
 def test_stages_of_different_dtypes_load_what_they_have_saved(mesh: Mesh, tmp_path: Path) -> None:
     model = instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64)], mesh)
-    instep.save(tmp_path, model, step=1)
-    assert instep.load(tmp_path, model).step == 1
+    instep.save(tmp_path, step=1, model=model)
+    assert instep.load(tmp_path, model=model).step == 1
     model.close()
 
 
@@ -94,7 +92,7 @@ def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_pat
     model = instep.Pipeline(gpt(), mesh, "1f1b", G)
     optimizer = sharded(model, mesh)
     train(model, optimizer)
-    instep.save(tmp_path, model, optimizer, step=STEPS)
+    instep.save(tmp_path, step=STEPS, model=model, optimizer=optimizer)
     expected = sha256(model, optimizer)
     optimizer.close()
     model.close()
@@ -107,14 +105,14 @@ def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_pat
     for early in (lambda: train(other, again), lambda: instep.full_state_dict(other)):
         with pytest.raises(ValueError, match=missing):
             early()
-    assert instep.load(tmp_path, other, again).step == STEPS
+    assert instep.load(tmp_path, model=other, optimizer=again).step == STEPS
     assert sha256(other, again) == expected
     train(other, again)
     other.close()
 
     replicas = instep.DataParallel(gpt(), process_group=mesh["dp"])
     third = sharded(replicas, mesh["dp"])
-    assert instep.load(tmp_path, replicas, third).step == STEPS
+    assert instep.load(tmp_path, model=replicas, optimizer=third).step == STEPS
     state = TrainingState(replicas, third)
     assert len(state.hashed()) > len(list(replicas.parameters()))
     third.close()
@@ -222,24 +220,18 @@ def test_a_model_is_from_the_meta_device_or_not(mesh: Mesh) -> None:
 
 @world(4, pp=2, dp=2)
 @pytest.mark.parametrize("divided", [False, True])
-def test_a_rank_has_what_the_formula_says_of_its_layers(mesh: Mesh, divided: bool) -> None:
+def test_a_rank_holds_its_layers_and_their_moments(mesh: Mesh, divided: bool) -> None:
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     model = instep.Pipeline(net, mesh, "gpipe", 2)
     optimizer: Any = sharded(model, mesh) if divided else ADAMW(model.parameters())
     model.step(lambda output, _: output.square().mean(), lambda _: torch.ones(2, 256))
     optimizer.step()
-    said = state_bytes(Registered({"model": model, "optimizer": optimizer}))
     layers = 2 if mesh.along["pp"].rank == 1 else 1
     size = 4 * layers * 256 * 256
-    assert said is not None
-    assert [said[x] for x in ("parameters", "gradients", "optimizer")] == [
-        size,
-        size,
-        2 * size // (1 + divided),
-    ]
+    said = {"parameters": size, "gradients": size, "optimizer": 2 * size // (1 + divided)}
     counted = memory_usage(net, optimizer, model)
-    for name in ("parameters", "gradients", "optimizer"):
-        assert getattr(counted, name) == pytest.approx(said[name], rel=0.01)
+    for name, nbytes in said.items():
+        assert getattr(counted, name) == pytest.approx(nbytes, rel=0.01)
     if divided:
         optimizer.close()
     model.close()
