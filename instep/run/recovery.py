@@ -132,8 +132,8 @@ def _known_steps(training: ScriptTraining) -> list[int]:
     held = {rank: its for rank, (step, its) in zip(world.ranks, known, strict=True) if step == latest}
     if len(set(held.values())) > 1:
         raise ReplicasDiffer(
-            f"after step {latest} ranks {', '.join(map(str, held))} hold different states: a bit has flipped "
-            "in memory, or an update was computed otherwise; going on from the newest checkpoint",
+            f"after {latest} steps ranks {', '.join(map(str, held))} hold different states: a bit has "
+            "flipped in memory, or an update was computed otherwise; going on from the newest checkpoint",
             ranks=tuple(held),
         )
     return [step for step, _ in known]
