@@ -28,8 +28,8 @@ from instep.bench.workloads import Workload
 from instep.bench.worlds import on_ranks
 from instep.models.config import num_parameters
 from instep.plan.memory_estimate import activation_bytes, block_bytes
+from instep.record.directory import SUMMARY
 from instep.record.jsonl import read_object
-from instep.run.folder import SUMMARY
 from instep.shm.segment import available
 
 PLAIN = Variant("bucketed", "shm" if available() else "gloo")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from instep import __version__
 from instep.cli.exit_codes import DONE, USAGE
+from instep.launch.output import open_standard_streams
 from instep.launch.signals import hear_stop_signals
 
 COMMANDS = {
@@ -26,6 +27,7 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command that ``args`` (by default those of the process) name; return its exit code."""
     args = sys.argv[1:] if args is None else args
+    open_standard_streams()
     hear_stop_signals()
     # That of the notebook that has started us, which matplotlib, used for files alone, would refuse.
     os.environ.pop("MPLBACKEND", None)

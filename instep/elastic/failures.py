@@ -38,7 +38,7 @@ class Failure:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "a spare"
-        where = f", after step {self.step} in {self.phase}," if self.step >= 0 else f", in {self.phase},"
+        where = f", in step {self.step} ({self.phase})," if self.step >= 0 else f", in {self.phase},"
         return f"{who} (pid {self.pid}){where} {self.how}"
 
     @property
@@ -169,6 +169,6 @@ class Recovery:
         message, parts = self._first_step, self.seconds
         listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items() if name != "total")
         return (
-            f"going on with {message['world_size']} rank(s) after step {message['step'] - 1}, from "
+            f"going on with {message['world_size']} rank(s) at step {message['step'] - 1}, from "
             f"{message['source']}: first new step after {parts['total']:.3f} s ({listed})"
         )

@@ -98,7 +98,7 @@ def supervise(work: Callable[..., object], args: tuple[Any, ...], options: Super
             return supervisor.run()
         except KeyboardInterrupt as error:
             done = max(supervisor.retries.step, supervisor.pool.step, 0)
-            raise KeyboardInterrupt(f"after step {done}") from error
+            raise KeyboardInterrupt(f"after {done} steps") from error
         finally:
             supervisor.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import io
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -22,6 +21,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from instep.launch.memory_file import MemoryFile
+from instep.launch.output import outlive_output
 from instep.launch.rank_exit import RECORD_LIMIT_BYTES, ErrorRecord
 from instep.launch.signals import STOP_SIGNALS
 
@@ -62,10 +62,7 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
     multiprocessing.set_start_method(None, force=True)  # Python's own default, and not what it began with
     os.environ.clear()  # the forkserver's is the launcher's at the time of its start
     os.environ.update(child.environ)
-    for stream in (sys.stdout, sys.stderr):
-        # Under PYTHONUNBUFFERED print() writes a text and its newline apart: lines of ranks would mix.
-        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
-            stream.reconfigure(line_buffering=True, write_through=False)
+    outlive_output()
     faulthandler.enable()
     with contextlib.suppress(OSError):  # the launcher has gone
         stacks = os.fdopen(child.stacks.open(), "w")

@@ -39,7 +39,7 @@ def check(names: Sequence[str]) -> None:
             raise ValueError(f"logger {name!r} does not exist: expected one of {', '.join(EXTRAS)}")
         if find_spec(name) is None:
             raise ValueError(
-                f"{name} is not installed: pip install 'instep[{name}]', or turn logs.{name} off"
+                f"{name} is not installed: pip install 'instep[{name}]', or turn record.{name} off"
             )
 
 

@@ -6,7 +6,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +96,8 @@ def show(
         ("more", f"{path / SUMMARY}; instep report {shlex.quote(str(path))}"),
         ("state", f"sha256 {summary['state_sha256']}"),
     ]
-    with suppress(BrokenPipeError):
-        sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows))
-        sys.stdout.flush()
+    sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows))
+    sys.stdout.flush()
 
 
 def finished(steps: int, *, command: str = "instep train") -> str:

@@ -121,6 +121,11 @@ def _directory(config: Claim, launch: str) -> Path:
         return _make(RUNS / (time.strftime("train-%Y%m%d-%H%M%S") + f"-{launch}" * bool(launch)), fresh=True)
     if config.resume and not config.run_dir.exists():
         raise ValueError(f"{config.run_dir} does not exist, so there is no run to resume: look at --run-dir")
+    try:
+        str(config.run_dir).encode()
+    except UnicodeEncodeError:
+        name = str(config.run_dir).encode(errors="backslashreplace").decode()
+        raise ValueError(f"run directory {name} is not valid UTF-8: pass another --run-dir") from None
     path = _make(config.run_dir, fresh=False)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(f"run directory {path} cannot be written to: pass another --run-dir")

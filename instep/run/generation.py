@@ -22,17 +22,17 @@ from typing import Any
 
 from instep.checkpoint.canary import agree_on_canary
 from instep.checkpoint.manifest import differences, fingerprint
-from instep.errors import ContractBroken
+from instep.errors import CheckpointRejected, ContractBroken
 from instep.net.agree import on_first_rank
 from instep.record import jsonl, summary
 from instep.record.compare import after
-from instep.record.directory import RECORD, SUMMARY
+from instep.record.directory import CHECKPOINTS, RECORD, SUMMARY
 from instep.record.display import Display
 from instep.record.loggers import Loggers
 from instep.record.step_lines import LINES, is_of_another_contract, part_begins, starts, steps_recorded
 from instep.run import folder
 from instep.run.peak_memory import peak_memory, words
-from instep.run.recovery import Checkpoints, Snapshots, restore_newest
+from instep.run.recovery import BEGINNING, Checkpoints, Snapshots, restore_newest
 from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
 from instep.run.writer import RunWriter, layout, trace_head
@@ -232,12 +232,18 @@ class Generation:
                     "the ranks' numerical configuration is no longer the one the run began with:\n  "
                     + "\n  ".join(differences(before[-1]["numerical"], training.contract))
                 )
+            recorded_steps, note = steps_recorded(path), ""
+            if source == BEGINNING and recorded_steps > 0:
+                note = self._begins_again(recorded_steps)
+            elif training.generation == 1 and recorded_steps > training.steps_done:
+                note = f"steps {training.steps_done} to {recorded_steps - 1} are made again"
             now = {"step": training.steps_done, "generation": training.generation}
             return {
                 "restarts": len(before),
                 "first_step": part_begins([*before, {**now, **layout(training)}]),
                 "is_finished": self._is_finished(),
-                "written": min(steps_recorded(path), training.steps_done),  # the rest is made again
+                "written": min(recorded_steps, training.steps_done),  # the rest is made again
+                "note": note,
                 "canary": recorded[-1] if recorded else None,
                 "is_saved": bool(told.get("accepted")) or is_of_another_contract(path, training.steps_done),
             }
@@ -245,12 +251,29 @@ class Generation:
         seen = on_first_rank(world, "comparing with the recorded run", look)
         agree_on_canary(world, training.canary, seen["canary"])
         is_first = training.generation == 1 or not seen["restarts"]
-        for line in [*self.introduction(is_first), *told.get("notes", ())]:
+        notes = [*told.get("notes", ()), *([seen["note"]] if seen["note"] else [])]
+        for line in [*self.introduction(is_first), *notes]:
             self.display.say(line)
         if training.mesh.rank == 0 and not seen["is_finished"]:
             folder.begin(path, training.recorded, world.peers.table)
         self.agreed(source)
         return {**seen, "accepted": told.get("accepted", [])}
+
+    def _begins_again(self, recorded_steps: int) -> str:
+        """What to say where no state is left of ``recorded_steps``.
+
+        Raises:
+            CheckpointRejected: one must have been saved, so it was moved or removed.
+        """
+        every = self.training.config.checkpoint.every
+        where = f"{self.path / CHECKPOINTS} has no checkpoint of the {recorded_steps} recorded steps"
+        # A supervised run saves step 0; the save of any other goes on beside some steps.
+        if self.memory is not None or 0 < 2 * every <= recorded_steps:
+            raise CheckpointRejected(
+                f"{where}: put the checkpoints back (links are not followed), or start a run in another "
+                "directory"
+            )
+        return f"{where}: beginning again with step 0"
 
     def _is_finished(self) -> bool:
         """Whether an earlier command has made the last step, and summed up."""

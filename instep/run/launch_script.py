@@ -11,6 +11,7 @@ from typing import Any
 from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, supervise
 from instep.launch.launch_environment import detect
+from instep.launch.output import outlive_output
 from instep.run import folder
 from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
 from instep.run.script import ScriptCall, execute_here, work
@@ -23,6 +24,7 @@ def launch_script(call: ScriptCall, config: RunConfig) -> int:
 
     In a world that another launcher has started it runs in this process.
     """
+    outlive_output()
     faults = parse_all(config.fault)
     if detect(os.environ).source != "single":
         return execute_here(call)

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 AGREEMENT = "the agreement on the state"
 FRESH, NOTHING = -2, -1
+BEGINNING = "the beginning"
 SNAPSHOT = "the snapshot"
 SHOWN = 12  # differences of two contracts
 
@@ -108,7 +109,7 @@ def _take(
         found = checkpoints.restore(training)
         if found is None:
             training.begin()
-            return "the beginning", {}
+            return BEGINNING, {}
         return found
     assert snapshots is not None
     if on_disk > step:
@@ -131,8 +132,8 @@ def _known_steps(training: ScriptTraining) -> list[int]:
     held = {rank: its for rank, (step, its) in zip(world.ranks, known, strict=True) if step == latest}
     if len(set(held.values())) > 1:
         raise ReplicasDiffer(
-            f"after step {latest} ranks {', '.join(map(str, held))} hold different states: a bit has flipped "
-            "in memory, or an update was computed otherwise; going on from the newest checkpoint",
+            f"after {latest} steps ranks {', '.join(map(str, held))} hold different states: a bit has "
+            "flipped in memory, or an update was computed otherwise; going on from the newest checkpoint",
             ranks=tuple(held),
         )
     return [step for step, _ in known]

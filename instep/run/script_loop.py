@@ -20,6 +20,7 @@ from instep.elastic.faults import FaultInjector, parse_all
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
 from instep.launch.launch_environment import detect
+from instep.launch.output import outlive_output
 from instep.launch.rank_process import exit_now
 from instep.launch.signals import listen_for_preemption
 from instep.mesh.mesh import Mesh
@@ -183,6 +184,7 @@ class ScriptLoop(Iterator[RunStep]):
             }
             self._park(channel)
         else:
+            outlive_output()
             self._listen_no_longer = listen_for_preemption(self.asked.append)
             self.work.wishes = {"stop": lambda: bool(self.asked)}
 

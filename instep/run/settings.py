@@ -113,7 +113,7 @@ class RunConfig:
     """Resume the run in --run-dir from its newest checkpoint that verifies."""
     accept_contract: bool = False
     """Resume although settings, script, libraries or processor have changed, and the bits may differ; the
-    ledger says where."""
+    record says where."""
     min_ranks: Count = 0
     """Minimum number of ranks to keep training while one is replaced; 0: wait for the replacement."""
     stop_after: Count = 0

@@ -55,7 +55,7 @@ def compare_replicas(
     verb = "hold" if len(odd.ranks) > 1 else "holds"
     cause = words[0] or "a bit has flipped in memory, or an update was computed otherwise"
     error = ReplicasDiffer(
-        f"{when or f'after step {step}'} {ranks_listed(odd.ranks)} {verb} {than} in {listed(odd.names)}: "
+        f"{when or f'after {step} steps'} {ranks_listed(odd.ranks)} {verb} {than} in {listed(odd.names)}: "
         f"{cause}. {words[1] or way_out(odd)}",
         ranks=odd.ranks,
         parameters=odd.names,

@@ -48,7 +48,7 @@ def test_every_error_has_its_code(error, code):
         (FileExistsError("runs/a holds another run"), "error: runs/a holds another run"),
         (ValueError(), "error: ValueError"),
         (KeyboardInterrupt(), "interrupted"),
-        (KeyboardInterrupt("after step 3"), "interrupted after step 3"),
+        (KeyboardInterrupt("after 3 steps"), "interrupted after 3 steps"),
     ],
 )
 def test_what_a_user_can_act_on_is_one_line(error, line, capsys):

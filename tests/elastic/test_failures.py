@@ -47,7 +47,7 @@ def test_it_is_made_of_parts_that_add_up(recovery: Recovery) -> None:
 
 def test_it_is_told_in_a_sentence(recovery: Recovery) -> None:
     assert str(recovery) == (
-        "going on with 3 rank(s) after step 12, from a survivor: first new step after 0.250 s "
+        "going on with 3 rank(s) at step 12, from a survivor: first new step after 0.250 s "
         "(ready 0.040, join 0.060, state 0.010, step 0.140)"
     )
 
@@ -71,9 +71,9 @@ def add_all(limit: RetryLimit, *failures: Failure) -> None:
 
 def test_a_failure_reads_as_a_sentence_and_travels_as_json() -> None:
     one = Failure(2, 4711, 5, 12, "exchange", "was killed by SIGKILL", "")
-    assert str(one) == "rank 2 (pid 4711), after step 12 in exchange, was killed by SIGKILL"
+    assert str(one) == "rank 2 (pid 4711), in step 12 (exchange), was killed by SIGKILL"
     assert Failure(**json.loads(json.dumps(one.fields()))) == one
-    assert str(failure(-3, rank=-1)).startswith("a spare (pid 97), after step 3")
+    assert str(failure(-3, rank=-1)).startswith("a spare (pid 97), in step 3")
 
 
 def test_an_exception_is_the_same_whatever_pids_and_addresses_are_in_its_text() -> None:

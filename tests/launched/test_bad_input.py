@@ -221,7 +221,7 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, by, recipe, tmp_path):
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == INTERRUPTED
     assert re.search(
-        r"instep train: interrupted after step ([3-9]|\d\d+), with a checkpoint of step 0: "
+        r"instep train: interrupted after ([3-9]|\d\d+) steps, with a checkpoint of step 0: "
         r"resume with --resume --run-dir run\n$",
         err,
     )

@@ -30,5 +30,5 @@ MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
 )
 def test_it_is_in_the_words_of_what_has_made_the_run(settings: object, command: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(to_toml(settings))
-    expected = command.format(path=tmp_path, leaves=" ".join(LEAVES))
-    assert command_again(tmp_path, Path("again"), LEAVES) == expected
+    leaves = " ".join(LEAVES)
+    assert command_again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path, leaves=leaves)

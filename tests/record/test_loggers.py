@@ -314,7 +314,7 @@ def test_other_ranks_import_and_write_nothing(wandb, tensorboard, tmp_path):
 @pytest.mark.parametrize("name", loggers.EXTRAS)
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, tmp_path, name):
     monkeypatch.setattr(loggers, "find_spec", lambda package: None)
-    message = rf"^{name} is not installed: pip install 'instep\[{name}\]', or turn logs.{name} off$"
+    message = rf"^{name} is not installed: pip install 'instep\[{name}\]', or turn record.{name} off$"
     with pytest.raises(ValueError, match=message):
         check([name])
     with pytest.raises(ValueError, match=message):

@@ -107,6 +107,13 @@ def test_a_mistyped_directory_is_not_resumed_from_the_beginning(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_that_no_file_can_hold_is_refused_at_the_start(tmp_path):
+    """It ended the run when its name was first printed, or written."""
+    with pytest.raises(ValueError, match=r"a\\udcffb is not valid UTF-8: pass another --run-dir"):
+        claimed(config(tmp_path / os.fsdecode(b"a\xffb")))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_of_other_files_is_not_resumed_into(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="has other files and no run to resume"):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import instep
-from instep.errors import ContractBroken
+from instep.errors import CheckpointRejected, ContractBroken
 from instep.record.directory import CHECKPOINTS, CONFIG
 from instep.record.report_data import report_data
 from instep.run.settings import ScriptCommand
@@ -378,6 +378,31 @@ def test_a_finished_run_is_shown_again(
     assert summary(tmp_path / "run")["state_sha256"] in capsys.readouterr().out
     assert summary(tmp_path / "run")["state_sha256"] in first
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_a_record_without_its_checkpoints_is_not_replaced(begin: Begin, tmp_path: Path, links: bool) -> None:
+    """A run whose checkpoints were moved to another disk began again, without a word, over its own record."""
+    begin(checkpoint={"every": 1}).train(3)
+    path = tmp_path / "run" / CHECKPOINTS
+    path.rename(tmp_path / "cold")
+    path.mkdir()
+    for saved in (tmp_path / "cold").iterdir() if links else ():
+        (path / saved.name).symlink_to(saved)
+    before = recorded(tmp_path / "run")
+    with pytest.raises(CheckpointRejected, match=r"no checkpoint of the 3 recorded steps: put"):
+        begin(checkpoint={"every": 1}, resume=True).train(4)
+    assert recorded(tmp_path / "run") == before
+
+
+def test_a_run_that_had_no_checkpoint_yet_begins_again_and_says_so(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        begin().train(3, after=lambda step: 1 // (2 - step))
+    begin(resume=True).train(3)
+    assert "no checkpoint of the 2 recorded steps: beginning again with step 0\n" in capsys.readouterr().err
+    assert [line["step"] for line in recorded(tmp_path / "run")] == [0, 1, 2]
 
 
 def test_a_signal_ends_the_run_after_the_step(begin: Begin, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_bit_that_flips_in_a_parameter_is_named_with_its_rank(mesh: Mesh, odd:
     with pytest.raises(ReplicasDiffer) as caught:
         compare(trained)
     assert str(caught.value) == (
-        f"after step 1 rank {odd} holds other values than the other ranks in '{DOWN}': a bit has flipped in "
+        f"after 1 steps rank {odd} holds other values than the other ranks in '{DOWN}': a bit has flipped in "
         f"memory, or an update was computed otherwise. Leave out the host of rank {odd} and resume from a "
         "checkpoint of before"
     )
@@ -90,7 +90,7 @@ def test_a_bit_that_flips_in_a_moment_is_named_and_so_is_what_it_spoils(mesh: Me
     assert (caught.value.ranks, caught.value.parameters) == ((1,), (f"exp_avg/{DOWN}",))
     trained.step()
     trained.step()
-    with pytest.raises(ReplicasDiffer, match=r"after step 3 rank 1 holds other values") as caught:
+    with pytest.raises(ReplicasDiffer, match=r"after 3 steps rank 1 holds other values") as caught:
         compare(trained)
     assert caught.value.parameters == (DOWN, f"exp_avg/{DOWN}")
 
