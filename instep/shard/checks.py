@@ -38,9 +38,9 @@ from torch.optim import (
     Rprop,
     SparseAdam,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.net.process_group import Group
+from instep.reduce.owners import entry, nobody, owner_of
 from instep.shard.layout import LayoutRule, cut, keep_whole
 from instep.state import homes
 from instep.state.alignment import sharing
@@ -59,8 +59,6 @@ SHARED = (
     "share memory, and sharding would separate them: make them one Parameter, or give each values of its own"
 )
 GUARDED, SEEN = "_instep_guards_state_dict", "_instep_seen_state"  # attributes of an optimizer
-
-_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
 
 
 def is_elementwise(optimizer_cls: object) -> bool:
@@ -297,10 +295,10 @@ def _called(group: int, position: int, p: Tensor) -> str:
 
 def require_unclaimed(parameters: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if another sharded optimizer, which is not closed, has one of ``parameters``."""
-    if any(map(_owner, parameters)):
+    if any(map(claimed, parameters)):
         gc.collect()  # one that is part of a cycle, with its scheduler for instance, is gone only then
     for i, parameter in enumerate(parameters):
-        if _owner(parameter) is not None:
+        if claimed(parameter):
             raise ValueError(
                 f"trainable parameter {i}, shape {tuple(parameter.shape)}, belongs to another "
                 "ShardedOptimizer: give each parameter to one, or close() the other first"
@@ -310,24 +308,19 @@ def require_unclaimed(parameters: Sequence[Tensor]) -> None:
 def claim(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
     """``parameters`` belong to ``optimizer`` until it is released or collected."""
     for parameter in parameters:
-        _claims[parameter] = weakref.ref(optimizer)
+        entry(parameter).optimizer = weakref.ref(optimizer)
 
 
 def release(parameters: Sequence[Tensor]) -> None:
     """``parameters`` belong to no sharded optimizer any more."""
     for parameter in parameters:
-        _claims.pop(parameter, None)
+        entry(parameter).optimizer = nobody
 
 
 def claimed(parameter: Tensor) -> bool:
     """Whether a sharded optimizer, which is not closed, has ``parameter``."""
-    return _owner(parameter) is not None
-
-
-def _owner(parameter: Tensor) -> Optimizer | None:
-    known = _claims.get(parameter)
-    owner: Optimizer | None = None if known is None else known()
-    return owner
+    owner = owner_of(parameter)
+    return owner is not None and owner.optimizer() is not None
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,6 +15,7 @@ Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trill
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -29,10 +30,10 @@ from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
-from instep.reduce.gradient_shard import GradientShard, gradient_shard, is_reduced_by
+from instep.reduce.gradient_shard import GradientShard, gradient_shard
 from instep.reduce.header import NORM, UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
-from instep.reduce.norm import block_square_sums
+from instep.reduce.owners import GradientPeers, entry
 from instep.shard import checks
 from instep.shard.gather import Gathers
 from instep.shard.optimizer import ShardedOptimizer
@@ -48,7 +49,7 @@ GRADIENT_NORM = "the gradient norm"
 OWN_HOOKS = 1  # which raises (sharding.py)
 
 
-class SliceReducer(Reduction):
+class SliceReducer(Reduction, GradientPeers):
     """Reduces the gradients of whole ``units`` to one slice per rank of a shard group.
 
     ``parameters`` are the whole ones, whose ``.grad`` autograd fills, micro-batch by micro-batch;
@@ -63,7 +64,7 @@ class SliceReducer(Reduction):
     ``ended()`` when backward has ended.
     """
 
-    sharded = True
+    sharded = cut = True
     late_fix = (
         "or several times in one micro-batch, pass overlap=False to fully_shard, which sends nothing before "
         "the micro-batch has ended, and needs memory for all of its gradients"
@@ -94,7 +95,8 @@ class SliceReducer(Reduction):
         super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
         self.optimizer_parameters = [by_name[name][1] for name in names]
         if ranks.shard_group.size > 1:
-            is_reduced_by(self, names, self.optimizer_parameters)
+            for p in self.optimizer_parameters:
+                entry(p).peers = weakref.ref(self)
         self._overlaps = overlap
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
         self.buckets = self._make_buckets()
@@ -293,11 +295,10 @@ class SliceReducer(Reduction):
         kept = [x for bucket in self.buckets for x in bucket.kept]
         return [*kept, *self.reduce_scatter.staging.segments, *self.exchange.scratch]
 
-    def square_sums(self, shards: Sequence[Tensor]) -> list[float]:
-        """Sums of squares of all blocks of these gradients, on all ranks. Collective: 8 bytes per block."""
-        own = [block_square_sums(x).cpu() for x in shards if x.numel()]
-        mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
-        data, group = bytes_of(mine), self.ranks.shard_group
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        """As ``GradientPeers`` says: 8 bytes per block."""
+        data = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        group = self.ranks.shard_group
         lengths = dict(zip(self.group.ranks, self.rendezvous(NORM, GRADIENT_NORM, [len(data)]), strict=True))
         everyone: list[bytes] = []
 

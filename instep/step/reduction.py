@@ -117,6 +117,7 @@ class Reduction(ABC):
     changes: ClassVar[tuple[str, ...]] = (
         "steps",
         "exchanges",
+        "num_reductions",
         "given_up",
         "observer",
         "local",
