@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from instep.checkpoint import contract
 from instep.checkpoint.canary import canary
@@ -40,7 +39,6 @@ from instep.state.hash import Sampled, SharedHash, bare
 from instep.state.homes import Wrapped, offered
 from instep.state.replicas import compare_replicas
 
-CANARY_SEED = 0
 OPERATION = "the comparison of what was built"
 
 
@@ -395,15 +393,7 @@ class ScriptTraining:
     @cached_property
     def canary(self) -> str:
         """The hash of what this process computes of a small model of its own."""
-        model = nn.Sequential(nn.Linear(96, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 32))
-        x = torch.linspace(-2, 2, 16 * 96).view(16, 96).to(self._device)
-
-        def loss_of(copied: nn.Module) -> Tensor:
-            rows = copied.to(self._device)(x).view(1, 1, 16, 32)  # batch, head, position, feature
-            attended = F.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
-            return F.cross_entropy(attended.view(16, 32), torch.arange(16, device=self._device))
-
-        return canary(model, loss_of, seed=CANARY_SEED, device=self._device)
+        return canary(self._device)
 
     @property
     def _device(self) -> torch.device:

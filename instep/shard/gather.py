@@ -119,6 +119,11 @@ class Gathers:
         if following is not None:
             following.wait()
 
+    def interrupted(self) -> None:
+        """As ``leave``, outside of a declared step (no rank follows): unless all ranks have all units."""
+        if not all(unit.keeps and (unit.is_current or unit.work is not None) for unit in self._units):
+            self.leave()
+
     def leave(self) -> None:
         """The step is given up: whoever waits for this rank's part of a unit is told."""
         if self._group.size > 1 and not self._has_left and not isinstance(self.lane.failed, PeerLost):
@@ -271,7 +276,7 @@ class UnitHooks:
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         """The forward of ``m`` has ended, or was left by an exception."""
         if output is None and m is self.module and sys.exc_info()[1] is not None:
-            self._gathers.leave()
+            self._gathers.interrupted()
             for order in self._next:  # of a forward that failed, which another rank may have run otherwise
                 order.clear()
         if self._running[m]:

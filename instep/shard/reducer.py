@@ -265,7 +265,10 @@ class SliceReducer(Reduction, GradientPeers):
 
     def leave(self) -> None:
         if self.plan is not None:
-            self._gathers.leave()
+            if self.plan.declared:
+                self._gathers.leave()
+            else:
+                self._gathers.interrupted()
             super().leave()
 
     def _next_header(self, plan: StepPlan) -> Header | None:
@@ -284,7 +287,7 @@ class SliceReducer(Reduction, GradientPeers):
         self.buckets, self._works = [], []
 
     def interrupted(self) -> None:
-        self._gathers.leave()
+        self._gathers.interrupted()
 
     def backward_ended(self) -> None:
         self.ended()

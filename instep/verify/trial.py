@@ -64,6 +64,7 @@ class Trial:
             stack.enter_context(torch.enable_grad())
             self.state = stack.enter_context(RestoreOnExit(subject, self.generators))
             packed = self._agreed("preparing the batch", lambda: self._prepared(batch, rtol))
+            stack.push(self._give_up)
             return compare(
                 self.group,
                 dict(zip(reducer.names, reducer.parameters, strict=True)),
@@ -92,6 +93,11 @@ class Trial:
                     "recompute a rank's gradient. Put it into eval() mode, or use GroupNorm or LayerNorm"
                 )
         return pack(batch)
+
+    def _give_up(self, error: type[BaseException] | None, *_: object) -> None:
+        """An error that all ranks raise: what one of them has left, the others leave too."""
+        if error is not None:
+            self.reducer.interrupted()
 
     def _distributed(self, packed: Packed) -> None:
         """Forward and backward of one synchronised step."""

@@ -130,6 +130,19 @@ def test_an_exception_after_the_last_backward_of_the_very_first_step(mesh: Mesh,
     close(model)
 
 
+@on_every_kind(2, ("replicated", "stage 2"))
+def test_an_evaluation_that_raised_on_one_rank_is_its_own_affair(mesh: Mesh, kind: str) -> None:
+    """Where all ranks have all weights. It waited for the others, and they for it in the next exchange."""
+    expected = norms(mesh, kind)
+    model, _ = made(kind, mesh, Breaks)
+    backward(model, mesh.rank, False)
+    if mesh.rank == 1:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, WIDTH + 1))
+    assert_steps_work(model, mesh.rank, expected)
+    close(model)
+
+
 # A layer frozen on one rank only: the mean lacked that rank's share, and all ranks agreed.
 
 
