@@ -111,7 +111,9 @@ class Stage:
         keys = LeafKeys(layers, seed, generators(self._device), blocks)
         self.declared = DeclaredStep(layers, self.reducer, keys, registry)
         self._backward = Backward(self.declared, broadcast=False, records=False)
-        self._unbind = weakref.finalize(self, release, self._backward.hooks, self.reducer.lane, group)
+        self._unbind = weakref.finalize(
+            self, release, self._backward.hooks, self.reducer.lane, *self.reducer.groups
+        )
         optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
         self._alive: dict[int, Alive] = {}  # by micro-batch
         self._kept: dict[int, Later] = {}  # by micro-batch
@@ -126,7 +128,6 @@ class Stage:
         self._kept.clear()
         with self.declared.begun(plan):
             yield
-        optimizer_guard.reduced(self.reducer)
 
     def forward(
         self, micro_batch: MicroBatch, values: Values, loss: Callable[[Any], Tensor] | None = None

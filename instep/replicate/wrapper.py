@@ -184,7 +184,9 @@ class DataParallel(WrappedOnce, ModuleProxy):
         keys = LeafKeys(self.module, self._seed, generators(device))
         self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
         self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
-        self._unbind = weakref.finalize(self, release, self._backward.hooks, self._reducer.lane, self.group)
+        self._unbind = weakref.finalize(
+            self, release, self._backward.hooks, self._reducer.lane, *self._reducer.groups
+        )
         optimizer_guard.watch(self._reducer, registry.frozen, self._unbind)
 
     def _prepare(self, options: ReductionOptions) -> tuple[ParameterRegistry, Reducer]:
@@ -271,7 +273,6 @@ class DataParallel(WrappedOnce, ModuleProxy):
         step = self.next_step if step is None else step
         if (yield from self._declared.run(num_micro_batches, step)):
             self.next_step = step + 1
-            optimizer_guard.reduced(self._reducer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

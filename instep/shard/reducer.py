@@ -258,10 +258,7 @@ class SliceReducer(Reduction, GradientPeers):
             pieces = bucket.pieces()
             for k in bucket.present_on_some():
                 self._give(bucket.slots[k].position, pieces[k])
-        self.local = [False] * len(self.names)
-        self.exchanges += 1
-        self.given_up = False
-        self.plan = None
+        self._succeeded()
 
     def leave(self) -> None:
         if self.plan is not None:
@@ -335,7 +332,7 @@ class SliceReducer(Reduction, GradientPeers):
         position = {id(p): i for i, p in enumerate(self.parameters)}
         positions = [[position[id(p)] for p in unit.whole] for unit in self.units]
         order = sorted(range(len(self.units)), key=lambda k: -min(positions[k]))
-        how = self.ranks.shard_group.rank, self.ranks.replicate_group, self.options.nodes
+        how = self.ranks.shard_group, self.ranks.replicate_group, self.options.nodes
         return [SlicedBucket.of(self.units[k], i, positions[k], *how) for i, k in enumerate(order)]
 
     def _give(self, i: int, piece: Tensor) -> None:

@@ -183,7 +183,6 @@ class Sharding:
             raise RuntimeError("this sharded module has left its group: join another one first")
         if (yield from self._declared.run(num_leaves, step)):
             self.next_step = step + 1
-            optimizer_guard.reduced(self.reducer)
 
     def materialise(self, init: Init | None, seed: int) -> None:
         """As ``FullySharded.materialise``: the values are those of the first rank of all."""

@@ -29,7 +29,6 @@ from instep.events import BUFFERS, Span
 from instep.hook import Hook, weakly
 from instep.net.lane import Lane
 from instep.net.process_group import Group
-from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
 from instep.step.input_digest import tensors_in
 from instep.step.micro_batches import DeclaredStep
@@ -90,8 +89,8 @@ class Backward:
         self.records = records
         self.sync = True
         self.step_mode: str | None = None
-        size = self.reducer.group.size
-        self._plan = StepPlan(False, size, [range(r, r + 1) for r in range(size)])
+        ranks = self.reducer.data_ranks
+        self._plan = StepPlan(False, len(set(ranks)), [range(r, r + 1) for r in ranks])
         shares = broadcast and self.reducer.group.size > 1
         self._buffers = SharedBuffers(self.registry, self.reducer.group) if shares else None
         self._exchanged = False  # all that has come since the last optimizer step
@@ -205,7 +204,7 @@ class Backward:
     def _begin(self) -> None:
         self.step_mode = "undeclared"
         self.reducer.begin(self._plan)
-        self.reducer.open_leaf(self.reducer.group.rank, last=True)
+        self.reducer.open_leaf(self.reducer.data_ranks[self.reducer.group.rank], last=True)
 
     def _finish(self) -> None:
         shared = self._buffers
@@ -217,7 +216,6 @@ class Backward:
         except BaseException:
             self.reducer.leave()
             raise
-        optimizer_guard.reduced(self.reducer)
         self._exchanged = True
         said = self.reducer.exchange.buffers
         if shared is not None and shared.differ(said):

@@ -77,7 +77,8 @@ class InputDigest:
 
     def compare(self, words: Sequence[int], ranks: Sequence[int]) -> None:
         """The step has been made: warn if all ``ranks`` of the group, by their ``words``, read the same."""
-        busy = [r for r, leaves in enumerate(self._leaves) if leaves]
+        known = self._leaves  # of ranks that share micro-batches, the first
+        busy = [r for r, leaves in enumerate(known) if leaves and known.index(leaves) == r]
         if self._steps > LOOKED or len(words) != len(ranks) or len(busy) < 2:
             return
         found = [words[r] for r in busy]

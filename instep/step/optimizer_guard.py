@@ -110,11 +110,6 @@ def require_between_steps(parameters: Sequence[Tensor], what: str) -> None:
             )
 
 
-def reduced(reducer: Reduction) -> None:
-    """``reducer`` has reduced the gradients of all its parameters."""
-    reducer.num_reductions += 1
-
-
 def require_reduced(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` if a gradient that ``optimizer`` would use was not exchanged."""
     _require_reduced(_owned(optimizer))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -100,6 +100,24 @@ class StepPlan:
     data_identity: int = 0
 
 
+@dataclass(frozen=True)
+class GradientGroups:
+    """Which ranks of a step add up which gradients; by default all of them all.
+
+    ``of`` has, by the position of a parameter, another group than that of the step: some of its ranks, or
+    ``alone``, where a gradient is reduced nowhere. On every rank a position has a group of the same size.
+    ``data_ranks`` by rank: those with the same number share micro-batches, of which each contributes a leaf.
+    The ranks of each of ``alike`` have the same weights.
+    """
+
+    of: Mapping[int, Group] = field(default_factory=dict)
+    data_ranks: Sequence[int] = ()
+    alike: Sequence[Sequence[int]] = ()
+
+
+ONE_GROUP = GradientGroups()
+
+
 class Reduction(ABC):
     """Collects the gradients of ``parameters``, leaf by leaf; subclasses reduce the complete ones.
 
@@ -139,11 +157,15 @@ class Reduction(ABC):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
+        groups: GradientGroups = ONE_GROUP,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
         self.optimizer_parameters = self.parameters  # which an optimizer steps
         self.group = group
+        self.bundling = groups
+        self.data_ranks = self.bundling.data_ranks or range(group.size)
+        self.groups = [*dict.fromkeys([group, *self.bundling.of.values()])]  # all that are in use
         self.recorder = recorder
         self.options = options
         self.lane = Lane(
@@ -191,6 +213,14 @@ class Reduction(ABC):
     def finish(self) -> None:
         """All leaves of this rank are closed: wait until the gradients are reduced."""
 
+    def _succeeded(self) -> None:
+        """All gradients are reduced, and set."""
+        self.local = [False] * len(self.names)
+        self.exchanges += 1
+        self.num_reductions += 1
+        self.given_up = False
+        self.plan = None
+
     def leave(self) -> None:
         """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
 
@@ -237,9 +267,10 @@ class Reduction(ABC):
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
-        num_hosts = self.group.num_hosts
-        leaves = host_major(num_leaves, num_hosts, self.group.size // num_hosts)
-        return StepPlan(True, num_leaves, rotated(leaves, self.shift))
+        num_ranks = len(set(self.data_ranks))
+        num_hosts = self.group.num_hosts if num_ranks == self.group.size else 1
+        leaves = rotated(host_major(num_leaves, num_hosts, num_ranks // num_hosts), self.shift)
+        return StepPlan(True, num_leaves, [leaves[i] for i in self.data_ranks])
 
     @property
     def micro_batch(self) -> int | None:

@@ -79,9 +79,10 @@ def find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
     found = []
     for bucket in buckets:
         for k, slot in enumerate(bucket.slots):
-            without = [r for r in busy if not bucket.presence[r] >> k & 1]
+            its = busy if bucket.places is None else [r for r in busy if r in bucket.places]
+            without = [r for r in its if not bucket.presence[r] >> k & 1]
             if without:
-                on_some = len(without) < len(busy)
+                on_some = len(without) < len(its)
                 frozen = [r for r in without if on_some and bucket.frozen[r] >> k & 1]
                 found.append(Unused(slot.position, without, on_some, frozen))
     return found
