@@ -246,7 +246,7 @@ def unbiased(nodes: NodeFormat) -> dict[str, Any]:
 
 
 def root_of(bucket: Bucket, leaves: Tensor, step: int) -> Tensor:
-    bucket.begin(len(leaves), lambda _: 0)
+    bucket.begin(len(leaves), lambda _: 0, [range(len(leaves))])
     bucket.begin_nodes(1, step, 0)
     for number, leaf in enumerate(leaves):
         buffer = bucket.counter.open()

@@ -35,7 +35,7 @@ from instep.mesh.axes import slice_length
 from instep.net.process_group import Group
 from instep.reduce.blocks import place
 from instep.reduce.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
-from instep.reduce.tree import Node, are_siblings, side_by_side
+from instep.reduce.tree import Node, Sum, are_siblings, plan_sum, side_by_side
 
 
 class TreeAccumulator:
@@ -219,6 +219,7 @@ class Bundle:
     # By rank, after an exchange, one bit per slot: has a gradient; is frozen.
     presence: list[int] = field(default_factory=list, init=False)
     frozen: list[int] = field(default_factory=list, init=False)
+    is_full: bool = field(default=False, init=False)  # each rank of the group has all gradients
 
     def begin_nodes(self, *key: int) -> None:
         """Start a reduction whose nodes are rounded by random numbers of ``key``."""
@@ -232,6 +233,9 @@ class Bundle:
     @cached_property
     def nbytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    def open(self, leaf: int, *, whole: bool = False) -> None:
+        """Leaf number ``leaf`` begins: gradients wait in ``.grad`` until it is their bundle's turn."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """All slots of ``buffer``, each with the shape of its parameter, in the bundle's dtype."""
@@ -255,17 +259,21 @@ class Bundle:
 
     def set_flags(self, by_rank: Sequence[int]) -> None:
         """Store the ``flags`` of all ranks; those outside of the group have other parameters."""
-        self.presence, self.frozen = [], []
+        self.presence, self.frozen, self.is_full = [], [], True
         for at, flags in enumerate(by_rank):
-            flags = flags if self.places is None or at in self.places else 0
-            self.presence.append(flags & self.every)
+            is_member = self.places is None or at in self.places
+            present = flags & self.every if is_member else 0
+            self.is_full &= present == self.every or not is_member
+            self.presence.append(present)
             self.frozen.append(flags >> len(self.slots))
 
     def present_on_some(self) -> Sequence[int]:
         """The numbers of the slots that had a gradient on some rank, after an exchange."""
-        on_some = reduce(or_, self.presence)
         numbers = range(len(self.slots))
-        return numbers if on_some == self.every else [k for k in numbers if on_some >> k & 1]
+        if self.is_full:
+            return numbers
+        on_some = reduce(or_, self.presence)
+        return [k for k in numbers if on_some >> k & 1]
 
     @cached_property
     def every(self) -> int:
@@ -283,14 +291,13 @@ class Bucket(Bundle):
 
     The constructor allocates memory for one leaf. In backward, between ``open`` and ``close`` of each leaf,
     gradients are written to the buffer ``leaf``, or added to it if ``adds``. After the last leaf the exchange
-    reduces ``counter.roots`` to the mean gradient in ``counter.home``. ``leaves`` are those of the ranks of
-    the group, as numbered in the tree.
+    reduces ``counter.roots`` to the mean gradient in ``counter.home``, down the tree of ``sum``.
     """
 
     ordered: bool = True
     nodes_format: NodeFormat = IN_FLOAT32
     parts: Sequence[Stretch] | None = None  # the elements of each parameter, if not as in ``slots``
-    leaves: Leaves = field(default=(), init=False)
+    sum: Sum | None = field(default=None, init=False)
     leaf: Tensor | None = field(default=None, init=False)
     adds: bool = field(default=False, init=False)
     launched: bool = field(default=False, init=False)
@@ -310,6 +317,7 @@ class Bucket(Bundle):
         self._leaf_numbers: dict[int, int] | None = (
             None  # of this rank's leaves in the tree, if they are others
         )
+        self._summed: tuple[Leaves, int] = (), 0  # the leaves that ``sum`` is of
         self._make_counter()
 
     @cached_property
@@ -336,7 +344,7 @@ class Bucket(Bundle):
         """All slots of ``buffer``, made once per buffer."""
         return self._views[buffer.data_ptr()]
 
-    def begin(self, num_leaves: int, num_attached: Callable[[Bucket], int], leaves: Leaves = ()) -> None:
+    def begin(self, num_leaves: int, num_attached: Callable[[Bucket], int], leaves: Leaves) -> None:
         """Start a step of ``leaves`` by rank; ``num_attached(self)`` of the parameters' ``.grad`` are views
         of ``home`` now.
 
@@ -352,7 +360,8 @@ class Bucket(Bundle):
             own = leaves[self.places[self.group.rank]]
             leaves, num_leaves = side_by_side(leaves, self.places)
             self._leaf_numbers = dict(zip(own, leaves[self.group.rank], strict=True))
-        self.leaves = leaves
+        if self.ordered and (leaves, num_leaves) != self._summed:
+            self._summed, self.sum = (leaves, num_leaves), plan_sum(leaves, num_leaves)
         self.counter.reset(num_leaves)
         self.launched = False
         for slot in self.slots:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ from instep.reduce.header import NUM_FIELDS, Header, describe_step, disagreement
 from instep.reduce.hierarchical_transport import HierarchicalTransport
 from instep.reduce.scratch import Scratch
 from instep.reduce.shm_transport import ShmTransport
-from instep.reduce.tree import Sum, plan_sum
+from instep.reduce.tree import Sum
 
 _weight, _buffers, _input_digest = map(attrgetter, ("weight", "buffers", "input_digest"))
 
@@ -60,13 +60,13 @@ class OrderedAllReduce:
         ordered: bool,
         max_parameters: int,
         transport: CollectiveTransport | None = None,
-        data_ranks: Sequence[int] = (),
+        data_ranks: Sequence[int] | None = None,
     ) -> None:
         self.group = group
         self.recorder = recorder
         self.ordered = ordered
         self.header_length = header_length(max_parameters)
-        self.data_ranks = data_ranks
+        self.data_ranks = range(group.size) if data_ranks is None else data_ranks
         self.transport = transport or _fastest_transport(group)
         self._transports: dict[Group, CollectiveTransport] = {}  # of other groups
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to the first rank's
@@ -91,7 +91,7 @@ class OrderedAllReduce:
             ValueError: the weights of all ranks sum to zero, or differ among ranks that share a micro-batch.
         """
         name = f"the exchange of bucket {header.bucket}"
-        plan = plan_sum(bucket.leaves, bucket.counter.num_leaves) if self.ordered else None
+        plan = bucket.sum if self.ordered else None
         transport = self.transport if bucket.group is self.group else self._transport_of(bucket.group)
         payload = None if plan is None or transport is not self.transport else (bucket, plan)
         started_ns = time.monotonic_ns()
@@ -218,22 +218,20 @@ def _with_step(header: Header, lost: PeerLost) -> PeerLost:
     return PeerLost(message, ranks=lost.ranks, operation=lost.operation)
 
 
-def mean_scale(headers: Sequence[Header], data_ranks: Sequence[int] = ()) -> float:
-    """1 / (sum of the ranks' weights), of those with the same number in ``data_ranks`` once.
+def mean_scale(headers: Sequence[Header], data_ranks: Sequence[int]) -> float:
+    """1 / (sum of the weights), where ranks with the same number in ``data_ranks`` have the same ones.
 
     Raises:
-        ValueError: the weights sum to zero, or differ where they are the same micro-batches'.
+        ValueError: the weights sum to zero, or those of one micro-batch differ.
     """
-    weights = [*map(_weight, headers)]
-    if data_ranks:
-        shared = dict(zip(data_ranks, weights, strict=True))
-        if any(shared[data_rank] != w for data_rank, w in zip(data_ranks, weights, strict=True)):
-            raise ValueError(
-                f"ranks that share micro-batches give them other weights: {weights} by rank, data ranks "
-                f"{[*data_ranks]}: count all items of the micro-batch on each"
-            )
-        weights = [*shared.values()]
-    weight = sum(weights)
+    weights = {*zip(data_ranks, map(_weight, headers), strict=True)}
+    if len(weights) > len({*data_ranks}):
+        found = [*map(_weight, headers)]
+        raise ValueError(
+            f"ranks that share micro-batches give them other weights: {found} by rank, data ranks "
+            f"{[*data_ranks]}: count all items of the micro-batch on each"
+        )
+    weight = sum(map(itemgetter(1), weights))
     if weight == 0:
         raise ValueError("the weights of all micro-batches of the step sum to 0: there is nothing to average")
     return 1.0 / weight

@@ -62,13 +62,9 @@ PIECE_BLOCKS = 32
 GPU_PIECE_BLOCKS = 2048  # a batch has fewer than twice as many: 128 MB in float64
 
 
-def block_square_sums(x: Tensor) -> Tensor:
-    """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
-    return _block_square_sums([flat_real(x.detach())])
-
-
-def _block_square_sums(flat: Sequence[Tensor]) -> Tensor:
-    """Sums of squares of the blocks of each of ``flat``, on one device; of several tensors in some order.
+def block_square_sums(*flat: Tensor) -> Tensor:
+    """Sums of squares of the blocks of each of ``flat``, on one device, (sum of ceil(numel / 4096),) float64;
+    of several tensors in some order.
 
     On a CPU the norms of all partial blocks are one call, since most parameters are shorter than a block;
     its bits are those of one call each.
@@ -90,7 +86,7 @@ def _block_square_sums(flat: Sequence[Tensor]) -> Tensor:
 
 
 def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
-    """``_block_square_sums`` on a GPU, in an order that does not depend on the number of blocks.
+    """``block_square_sums`` on a GPU, in an order that does not depend on the number of blocks.
 
     torch's own sum on a GPU splits a row among more threads if there are fewer rows, and so adds in another
     order. Here the second half of every row is added to the first, elementwise, until one column is left.
@@ -163,7 +159,7 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if dense.numel():
             by_device.setdefault(dense.device, []).append(flat_real(dense.detach()))
-    return [value for flat in by_device.values() for value in _block_square_sums(flat).tolist()]
+    return [value for flat in by_device.values() for value in block_square_sums(*flat).tolist()]
 
 
 def clip_grad_norm_(

@@ -48,7 +48,7 @@ class Reducer(Reduction):
             recorder,
             ordered=options.ordered,
             max_parameters=len(self.names),
-            data_ranks=self.bundling.data_ranks,
+            data_ranks=self.data_ranks,
         )
         named = enumerate(zip(self.names, self.parameters, strict=True))
         shared = [one for i, one in named if groups.of.get(i, group).size > 1]
@@ -86,7 +86,8 @@ class Reducer(Reduction):
                 self.comm_hook.finish(self.group)
             if not self._reordered:
                 self._reorder()
-        self._exchange_statistics()
+        if self.statistics is not None:
+            self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
             self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
@@ -145,10 +146,6 @@ class Reducer(Reduction):
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         large = {i for i, is_large in enumerate(self.gradients.is_large) if is_large}
         self._with_large = {self.place[i].index for i in large}
-
-    def _open(self, bucket: Bundle) -> None:
-        assert isinstance(bucket, Bucket) and self.leaf is not None
-        bucket.open(self.leaf, whole=self.observer is not None)
 
     def _settle(self, i: int) -> None:
         bucket = self.place[i]

@@ -282,7 +282,7 @@ class ReduceScatter(OrderedAllReduce):
         """
         name = f"the exchange of unit {header.bucket} in round {header.round}"
         headers = self.exchange_headers(bucket, header, name)
-        scale = mean_scale(headers) if is_last else None
+        scale = mean_scale(headers, self.data_ranks) if is_last else None
         with self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         ):

@@ -93,6 +93,7 @@ class SliceReducer(Reduction, GradientPeers):
         }
         options = ReductionOptions(InUnitOrder, unused=unused, nodes=nodes)
         super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
+        self.groups = ranks.groups
         self.optimizer_parameters = [by_name[name][1] for name in names]
         if ranks.shard_group.size > 1:
             for p in self.optimizer_parameters:
@@ -368,9 +369,6 @@ class SliceReducer(Reduction, GradientPeers):
 
     def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0) -> Header:
         return super()._header(bucket, plan, round)._replace(update_digest=self._update_digest)
-
-    def _open(self, bucket: Bundle) -> None:
-        """Nothing: gradients wait in ``.grad`` until it is their unit's turn."""
 
     def _settle(self, i: int) -> None:
         bucket = self._bucket(i)

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -41,6 +42,7 @@ from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.step.running_statistics import RunningStatistics
 from instep.step.unused_parameters import UnusedParameters
 
+_is_full = attrgetter("is_full")
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
 
@@ -254,10 +256,6 @@ class Reduction(ABC):
         self.gradients.drop()
         self.place = {}
 
-    @abstractmethod
-    def _open(self, bucket: Bundle) -> None:
-        """A leaf begins."""
-
     def _settle(self, i: int) -> None:  # noqa: B027 - it may wait for the others of its bundle
         """A gradient of parameter i has arrived in the open leaf; it may be the first of several."""
 
@@ -270,7 +268,7 @@ class Reduction(ABC):
         num_ranks = len(set(self.data_ranks))
         num_hosts = self.group.num_hosts if num_ranks == self.group.size else 1
         leaves = rotated(host_major(num_leaves, num_hosts, num_ranks // num_hosts), self.shift)
-        return StepPlan(True, num_leaves, [leaves[i] for i in self.data_ranks])
+        return StepPlan(True, num_leaves, [*map(leaves.__getitem__, self.data_ranks)])
 
     @property
     def micro_batch(self) -> int | None:
@@ -334,7 +332,7 @@ class Reduction(ABC):
             bucket.ready_ns = 0
             bucket.is_open = True
             bucket.pending = len(bucket.slots)
-            self._open(bucket)
+            bucket.open(leaf, whole=self.observer is not None)
 
     def arrived(self, i: int, *, settles: bool = True) -> None:
         """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: no hook looks at it."""
@@ -433,7 +431,7 @@ class Reduction(ABC):
             self.recorder.stepped()
 
     def _exchange_statistics(self) -> None:
-        """All gradients have arrived, and none is set yet: exchange what norms have measured, if any."""
+        """All gradients have arrived, and none is set yet: exchange what norms have measured."""
         statistics, self.statistics = self.statistics, None
         if statistics is not None and self.group.size > 1:
             with self.recorder.span(BATCH_NORM, lane="host"):
@@ -499,5 +497,5 @@ class Reduction(ABC):
 
     def _report_unused(self) -> None:
         """All gradients have arrived: which parameters got none? Raises as ``UnusedParameters.report``."""
-        if not self.options.unused:
+        if not self.options.unused and not all(map(_is_full, self.buckets)):
             self._unused.report(self.buckets, self.steps, forbidden=self.options.unused is False)

@@ -15,6 +15,7 @@ from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, flat_real, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import VERSION, Header
+from instep.reduce.tree import plan_sum
 from tests.reduce.trees import tree_sum
 
 SHAPES = ((7, 13), (100,), (), (5, 3, 20))
@@ -154,7 +155,7 @@ def filled_bucket(
 
 def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
     """A step begins, and these are the leaves of this rank."""
-    bucket.begin(num_leaves, lambda _: 0)
+    bucket.begin(num_leaves, lambda _: 0, [range(num_leaves)])
     for leaf, gradient in own.items():
         buffer = bucket.counter.open()
         parts = gradient.split([slot.length for slot in bucket.slots])
@@ -165,8 +166,8 @@ def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
 
 
 def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:
-    """Of ``bucket``, which gets the ``leaves``."""
-    bucket.leaves = leaves
+    """Of ``bucket``, which is the sum of ``leaves``."""
+    bucket.sum = plan_sum(leaves, sum(map(len, leaves)))
     return Header(
         version=VERSION,
         declared=1,

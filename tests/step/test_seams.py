@@ -6,7 +6,6 @@ that ranks share. Its loss is (weight * drawn numbers), so that a leaf's gradien
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -16,18 +15,15 @@ from torch import Tensor, nn
 
 from instep.errors import Desync, ReplicasDiffer
 from instep.mesh.mesh import Mesh
-from instep.net.device import generators
 from instep.net.process_group import Group, alone
 from instep.replicate.bucketed import Bucketed
 from instep.replicate.reducer import Reducer
-from instep.rng.keys import LeafKeys
 from instep.state.alignment import align
-from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure
-from instep.step.backward import Backward, release
-from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.micro_batches import MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import ONE_GROUP, GradientGroups, ReductionOptions
+from instep.step.session import StepSession
 from tests.parity import numbers
 from tests.reduce.trees import tree_sum
 from tests.world import world
@@ -68,17 +64,12 @@ class Toy:
         names, parameters = zip(*registry.trainable, strict=True)
         options = ReductionOptions(Bucketed, caps=0.001)
         self.reducer = Reducer(names, parameters, group, mesh.recorder, options, groups)
-        keys = LeafKeys(module, 0, generators(torch.device("cpu")))
-        self.declared = DeclaredStep(module, self.reducer, keys, registry)
-        self.backward = Backward(self.declared, broadcast=False)
-        self.close = weakref.finalize(
-            self, release, self.backward.hooks, self.reducer.lane, *self.reducer.groups
-        )
-        optimizer_guard.watch(self.reducer, registry.frozen, self.close)
+        self.session = StepSession(self, module, self.reducer, registry, torch.device("cpu"), seed=0)
+        self.next_step, self.close = 0, self.session.close
 
     def step(self, key: Callable[[MicroBatch], object] = attrgetter("index")) -> None:
         """A declared step; ``key`` names the gradients of a micro-batch."""
-        for micro_batch in self.declared.run(G, step=0):
+        for micro_batch in self.session.micro_batches(self, G, None):
             self.module(key(micro_batch)).backward()
 
 
