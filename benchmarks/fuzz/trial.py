@@ -162,15 +162,15 @@ class Training:
     def save(self, folder: Path, step: int, rank: int) -> None:
         """A checkpoint, which any form can load. Of a server and of threads it is that of one process."""
         if self.form not in PLAIN:
-            instep.save(folder, self.model, self.optimizer, step=step)
+            instep.save(folder, step=step, model=self.model, optimizer=self.optimizer)
         elif rank == SERVER:
-            instep.save(folder, self.module, self.optimizer, step=step)
+            instep.save(folder, step=step, model=self.module, optimizer=self.optimizer)
 
     def load(self, folder: Path) -> int:
         """The step of the checkpoint in ``folder``."""
         if self.form not in PLAIN:
-            return instep.load(folder, self.model, self.optimizer).step
-        step = instep.load(folder, self.module, self.optimizer).step
+            return instep.load(folder, model=self.model, optimizer=self.optimizer).step
+        step = instep.load(folder, model=self.module, optimizer=self.optimizer).step
         if self.form == "server":
             self.model.model.next_step = step  # keys random numbers
         return step

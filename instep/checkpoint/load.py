@@ -209,6 +209,7 @@ def restore(
 
     all_or_none(group, "the hashing of a state", check, errors=errors)
     state.put(values, options)
+    state.resume_at(step, options)
 
 
 # A checkpoint's files as places of elements.

@@ -67,7 +67,7 @@ class Registered:
         self.models: dict[str, Any] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
-        self.num_updates: Counter[str] = Counter()  # of each optimizer, begun since construction
+        self.num_updates: Counter[str] = Counter()  # of each optimizer, since ``count_updates``
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step nothing of this
         known: dict[int, str] = {}
         for name, x in objects.items():
@@ -84,6 +84,9 @@ class Registered:
         self._require_one_owner()
         for name, x in self.others.items():
             take_apart(name, x.state_dict())
+
+    def count_updates(self) -> None:
+        """From now on ``num_updates`` counts the steps of each optimizer that have begun."""
         for name, optimizer in self.optimizers.items():
             hook = optimizer.register_step_pre_hook(partial(_count, weakref.ref(self), name))
             weakref.finalize(self, hook.remove)
@@ -289,7 +292,7 @@ class StateMark:
 
 
 class RegisteredState(TrainingState):
-    """The state of all that is ``registered``.
+    """The state of all that is ``registered``. ``is_for_use``: models alone, to be read from any state.
 
     Of objects the tensors come last in the hash; all ranks have them, and the first one writes them. The
     number of declared steps that each model has made is in ``options()``, and ``put`` sets it.
@@ -300,7 +303,7 @@ class RegisteredState(TrainingState):
 
     def __init__(self, registered: Registered, group: Group | None = None) -> None:
         models, optimizers = list(registered.models.values()), list(registered.optimizers.values())
-        self._registered = registered
+        self._registered, self.is_for_use = registered, False
         self._places = {name: place for place, name in enumerate(registered.others, start=AFTER_ALL)}
         super().__init__(
             models[0] if len(models) == 1 else NamedModels(registered),
@@ -326,16 +329,22 @@ class RegisteredState(TrainingState):
         return found
 
     def is_all_of(self, options: Json) -> bool:
-        """Always: ``read`` refuses what is more than this."""
-        return True
+        """What is read to go on from is all of it: ``read`` refuses what is more than this."""
+        said = options if isinstance(options, dict) else {}
+        return not self.is_for_use or (said.get("class") == NO_OPTIMIZER and not said.get("objects"))
+
+    def counters(self) -> dict[str, Any]:
+        """As of every state."""
+        return self._registered.counters()
 
     def read(self, source: Source, options: Json) -> list[Shard]:
         """As of every state. Of objects nothing but their names is known before: they may have fewer tensors
         now than they are given.
         """
-        bodies = self._require_objects(source, options)
+        _require_counts(options)
+        bodies = {} if self.is_for_use else self._require_objects(source, options)
         found = super().read(source, options)
-        names = [full.removeprefix(OBJECT) for full in source.tensors if full.startswith(OBJECT)]
+        names = [full.removeprefix(OBJECT) for full in source.tensors if bodies and full.startswith(OBJECT)]
         values = {name: _read_whole(source, OBJECT + name) for name in names}
         for name, body in bodies.items():
             put_together(name, body, values)  # or it is rejected before anything has changed
@@ -357,9 +366,6 @@ class RegisteredState(TrainingState):
             except Exception as error:
                 error.add_note(f"in load_state_dict() of the registered object {name!r}")
                 raise
-        counters = self._registered.counters()
-        for name, count in options.get("declared_steps", {}).items():
-            counters[name].next_step = count
 
     def mark(self) -> StateMark:
         """Another one after this state has been written to on this rank. No communication.
@@ -402,14 +408,8 @@ class RegisteredState(TrainingState):
     def _require_objects(self, source: Source, options: Json) -> dict[str, Json]:
         """The JSON of each object, or CheckpointRejected if this is a state of others."""
         said = options if isinstance(options, dict) else {}
-        bodies, counted = said.get("objects", {}), said.get("declared_steps", {})
+        bodies = said.get("objects", {})
         _require_names("objects", bodies, self._registered.others)
-        counters = self._registered.counters()
-        _require_names("wrapped models", counted, counters if "declared_steps" in said else {})
-        if not all(type(count) is int and 0 <= count < 2**62 for count in counted.values()):
-            raise CheckpointRejected(
-                f"expected numbers of declared steps, got {repr(counted)[:80]}: take another checkpoint"
-            )
         if self.optimizer is None and said.get("class", NO_OPTIMIZER) != NO_OPTIMIZER:
             raise CheckpointRejected(
                 f"expected a state without an optimizer, got one with {repr(said['class'])[:80]}: register "
@@ -441,6 +441,15 @@ def _read_whole(source: Source, full: str) -> Tensor:
     return source.read(full, 0, stored.numel).view(stored.shape)
 
 
+def _require_counts(options: Json) -> None:
+    counted = options.get("declared_steps", {}) if isinstance(options, dict) else {}
+    sound = isinstance(counted, dict)
+    if not sound or not all(type(count) is int and 0 <= count < 2**62 for count in counted.values()):
+        raise CheckpointRejected(
+            f"expected numbers of declared steps, got {repr(counted)[:80]}: take another checkpoint"
+        )
+
+
 def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
     if isinstance(saved, dict) and set(saved) == set(now):
         return
@@ -448,8 +457,8 @@ def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
     missing = ", ".join(repr(name[:80]) for name in names if name not in now) or "none"
     more = ", ".join(repr(name) for name in now if name not in names) or "none"
     raise CheckpointRejected(
-        f"expected the registered {what} of the saved state: only that has {missing}, only this run has "
-        f"{more}: register what was registered then, by the same names"
+        f"expected the {what} of the saved state: only that has {missing}, only this one has {more}: name "
+        "the same ones in the same way, or load models alone, to use them"
     )
 
 

@@ -1,11 +1,13 @@
-"""``instep.save`` and ``instep.load``: a module and its optimizer in one call, for a loop of your own.
+"""``instep.save`` and ``instep.load``: all that training carries, by name, in one call.
 
 A loop that can be stopped anywhere and started again:
 
-    resumed = instep.load("checkpoints", model, optimizer)
+    resumed = instep.load("checkpoints", model=model, optimizer=optimizer)
     for step in range(resumed.step, 1000):
         ...
-        instep.save("checkpoints", model, optimizer, step=step + 1)
+        instep.save("checkpoints", step=step + 1, model=model, optimizer=optimizer)
+
+They read and write what a run does.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from instep.checkpoint import contract, files
 from instep.checkpoint import save as saving
 from instep.checkpoint.load import Found, newest, open_source, restore_found
-from instep.checkpoint.manifest import Json, Manifest, Scalar, differences, parse
+from instep.checkpoint.manifest import Json, Scalar, differences, parse
+from instep.checkpoint.registered import Registered, RegisteredState
 from instep.checkpoint.send import send_shards
-from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.net.agree import all_or_none, all_tell, raise_on_all
 from instep.net.process_group import Group, alone
@@ -47,91 +49,74 @@ class Resumed:
 
     Attributes:
         step: what ``save`` was told; 0 where there is no checkpoint yet.
-        data_cursor: the same.
-        extra: the JSON that ``save`` was given besides, tuples as lists.
         path: the directory of the checkpoint; None where there is none yet.
         rejected: why newer checkpoints were passed over, the newest first.
         differences: in words, what of the numerical configuration is not as it was when it was saved.
 
     Example:
-        >>> instep.load("checkpoints", model, optimizer)  # there is none yet
-        Resumed(step=0, data_cursor=0, extra={}, path=None, rejected=(), differences=())
+        >>> instep.load("checkpoints", model=model, optimizer=optimizer)  # there is none yet
+        Resumed(step=0, path=None, rejected=(), differences=())
     """
 
     step: int = 0
-    data_cursor: int = 0
-    extra: Mapping[str, Json] = field(default_factory=dict)
     path: Path | None = None
     rejected: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
 
 
-def save(
-    directory: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    step: int,
-    data_cursor: int = 0,
-    rank: int | None = None,
-    world_size: int | None = None,
-    keep: int = 3,
-    **extra: Json,
-) -> Path:
-    """Save model and optimizer as ``directory/step-00000100``, in safetensors and JSON: whole or not at all.
+def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **objects: Any) -> Path:
+    """Save ``objects`` as ``directory/step-00000100``, in safetensors and JSON: whole or not at all.
 
-    Call it on every rank. Of a replicated model rank 0 writes, and the others return at once. Where weights
-    or moments are sharded (``fully_shard``, ``ShardedOptimizer``) it is collective: every rank writes its
-    part into one directory, which all have to see, and returns when the whole has been verified.
+    Call it on every rank. Of replicated models rank 0 writes, and the others return at once. Where weights or
+    moments are sharded (``fully_shard``, ``ShardedOptimizer``) it is collective: every rank writes its part
+    into one directory, which all have to see, and returns when the whole has been verified. A module without
+    a wrapper is saved by the process that calls.
 
     Args:
         directory: of all checkpoints; made if it is not there.
-        model: any module, wrapped, sharded or neither. Of a wrapper the number of declared steps so far,
-            which key the random numbers, is kept too.
-        optimizer: over parameters of ``model``; None saves the model alone.
-        step, data_cursor: numbers of your own; ``step`` names the checkpoint.
-        rank, world_size: of this process, where ``model`` is not wrapped and so does not know them.
+        step: a number of your own, which names the checkpoint.
         keep: the newest so many stay, at least 2.
-        extra: JSON of your own: a scheduler's state, the loss. Tuples come back as lists.
+        objects: by name: models, wrapped, sharded or neither; their optimizers; whatever else has
+            ``state_dict()`` and ``load_state_dict()``, such as a scheduler or an ``instep.Loader``; None is
+            left out. Of a wrapper the number of declared steps so far, which keys random numbers, is kept.
 
     Returns:
         The directory of this checkpoint, on every rank.
 
     Raises:
-        ValueError: ``extra`` is no JSON; the optimizer has parameters that ``model`` has not; or there are
-            several shard groups, and ``model`` is not the wrapper, which knows all of them.
-        TypeError: the model's state dict has something that is no tensor.
+        ValueError: an object that cannot be saved, by its name; an optimizer of parameters that are in no
+            model; several shard groups, and a model that is not the wrapper, which knows all of them.
+        TypeError: a model's state dict has something that is no tensor.
         CheckpointRejected: what the ranks hold is not one whole state.
         FileExistsError: that step is there already, with another state.
         OSError: the directory cannot be written to.
         PeerLost: a rank did not come to write its part.
 
     Example:
-        >>> path = instep.save("checkpoints", model, optimizer, step=100, loss=0.5)
-        >>> path.name, instep.load("checkpoints", model, optimizer).extra
-        ('step-00000100', {'loss': 0.5})
+        >>> path = instep.save("checkpoints", step=100, model=model, optimizer=optimizer)
+        >>> path.name, instep.load("checkpoints", model=model, optimizer=optimizer).step
+        ('step-00000100', 100)
     """
-    state = TrainingState(model, optimizer)
+    registered = _registered(objects)
+    state = registered.state()
     state.require_all_replicas()
-    rank = state.everyone.rank if rank is None else rank
-    if rank and not state.is_divided:
+    if state.everyone.rank and not state.is_divided:
         return Path(directory) / files.step_name(step)
-    count = state.declared_steps
     draft = saving.draft(
         step=step,
-        data_cursor=data_cursor,
+        data_cursor=next((int(loader.position) for loader in registered.loaders.values()), 0),
         numerical=_numerical(state.module),
-        world_size=state.everyone.size if state.is_divided else world_size or state.everyone.size,
-        extra={"user": extra} if count is None else {"user": extra, "declared_steps": count},
+        world_size=state.everyone.size,
     )
     return saving.save(Path(directory), state, draft, keep=keep, timeout_s=state.group.timeout_s)
 
 
-def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
+def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
     """Load the newest checkpoint that verifies, in place, on all ranks the same; begin anew if there is none.
 
-    Any number of ranks loads what any other has saved, sharded or not. Collective over the ranks that
-    ``model`` is wrapped or sharded for; without a wrapper this process loads for itself.
+    Any number of ranks loads what any other has saved, sharded or not, by ``save`` or by a run
+    (``runs/a/checkpoints``). Collective over the ranks that the models are wrapped or sharded for; without a
+    wrapper this process loads for itself.
 
     Every rank looks into its own ``directory``, and nothing is changed before all have found the same. A rank
     that has no checkpoint at all is sent what the others have (of a replicated model only rank 0 writes).
@@ -140,52 +125,58 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
 
     Args:
         directory: as given to ``save``; it need not be there yet.
-        model: as given to ``save``, wrapped or sharded in any other way, or not at all. A wrapper goes on
-            counting declared steps, which key random numbers, where it was saved.
-        optimizer: of the class that was saved; None loads the model alone.
+        objects: as given to ``save``, by the same names, wrapped or sharded in any other way, or not at all;
+            or models alone, to use them. A wrapper goes on counting declared steps, which key random numbers,
+            where it was saved.
 
     Returns:
         A ``Resumed``: ``step`` is where to go on, 0 and nothing touched where there is no checkpoint yet.
 
     Raises:
         CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, it is of
-            another model or optimizer, and nothing is changed; or these change what they are given.
-        ValueError: the optimizer has parameters that ``model`` has not, or a declared step is open.
+            other objects, and nothing is changed; or these change what they are given.
+        ValueError: as for ``save``, or a declared step is open.
         PeerLost: a rank did not come.
 
     Example:
-        >>> for step in range(instep.load("checkpoints", model, optimizer).step, 3):
+        >>> for step in range(instep.load("checkpoints", model=model, optimizer=optimizer).step, 3):
         ...     optimizer.zero_grad()
         ...     loss_function(model(x), y).backward()
         ...     optimizer.step()
-        ...     path = instep.save("checkpoints", model, optimizer, step=step + 1)
+        ...     path = instep.save("checkpoints", step=step + 1, model=model, optimizer=optimizer)
     """
-    state = TrainingState(model, optimizer)
+    registered = _registered(objects)
+    state = registered.state()
+    state.is_for_use = not (registered.optimizers or registered.others)
     require_between_steps(list(state.module.parameters()), "instep.load")
     everyone = state.everyone if state.everyone.pg is not None else alone()  # of a closed wrapper, too
     everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
     found, source, doubts = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))
     if found is None:
         return Resumed()
-    extra = found.manifest.extra
     restore_found(found, state, everyone, source)
     _, hashed = all_tell(
         everyone, LOADING, lambda: _require_hash(found, state), str.encode, errors=(CheckpointRejected,)
     )
     if all(hashed):
         state.settled()
-    state.resume_at(extra.get("declared_steps", found.manifest.step))
     if everyone.rank == 0:
         for doubt in doubts:  # last of all: a filter may make it an error, on this rank alone
             warnings.warn(doubt, stacklevel=2)
+    now = _numerical(state.module)
+    saved = {name: value for name, value in found.manifest.numerical.items() if name in now}
     return Resumed(
         step=found.manifest.step,
-        data_cursor=found.manifest.data_cursor,
-        extra=extra["user"],
         path=found.path,
         rejected=tuple(reason for _, reason in found.rejected),
-        differences=tuple(differences(found.manifest.numerical, _numerical(state.module))),
+        differences=tuple(differences(saved, now)),
     )
+
+
+def _registered(objects: Mapping[str, Any]) -> Registered:
+    if not any(isinstance(x, nn.Module) or hasattr(type(x), "__instep_state__") for x in objects.values()):
+        raise ValueError("no model to save or load: pass objects by name, model=model, optimizer=optimizer")
+    return Registered({name: x for name, x in objects.items() if x is not None})
 
 
 @dataclass(frozen=True)
@@ -200,10 +191,7 @@ class _Looked:
     def into(directory: Path, group: Group) -> _Looked:
         """What there is for ``group``, whose ranks look together."""
         try:
-            found = newest(directory, group, published=True)
-            if found is not None:
-                _require_shorthand(found.path, found.manifest)
-            return _Looked(directory, found)
+            return _Looked(directory, newest(directory, group, published=True))
         except CheckpointRejected as error:
             return _Looked(directory, refusal=error)
 
@@ -302,19 +290,9 @@ def _numerical(model: nn.Module) -> dict[str, Scalar]:
     return contract.describe(config={}, threads=torch.get_num_threads(), device=str(first.device))
 
 
-def _require_shorthand(path: Path, manifest: Manifest) -> None:
-    extra, count = manifest.extra, manifest.extra.get("declared_steps", 0)
-    known = set(extra) - {"declared_steps"} == {"user", "optimizer"} and isinstance(extra["user"], dict)
-    if not known or type(count) is not int or count < 0:
-        raise CheckpointRejected(
-            f"{path}: expected a checkpoint of instep.save, got one of another writer: resume with that, or "
-            "read its tensors with instep.checkpoint.load.read_tensors"
-        )
-
-
-def _require_hash(found: Found, state: TrainingState) -> str:
+def _require_hash(found: Found, state: RegisteredState) -> str:
     """The hash of ``state``, or raise unless it has become what was saved; "" of a part, which has none."""
-    if (state.optimizer is None) != (found.manifest.extra["optimizer"] is None):
+    if not state.is_all_of(found.manifest.extra["optimizer"]):
         return ""
     digest, _ = SharedHash(state.group).digests(state.owned(state.hashed()), found.manifest.step)
     if digest != found.manifest.state_sha256:

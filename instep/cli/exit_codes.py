@@ -34,6 +34,8 @@ OF_NO_RANK = (*USER_ERRORS, CheckpointRejected, ContractBroken)
 def exit_code(error: BaseException) -> int:
     """The code for a command that ended with ``error``."""
     kind = _kind(error)
+    if _is_of_users_code(error):
+        return FAILED
     if issubclass(kind, KeyboardInterrupt):
         return INTERRUPTED
     if issubclass(kind, CheckpointRejected):
@@ -72,8 +74,15 @@ def _kind(error: BaseException) -> type:
     return kind if isinstance(kind, type) else Exception
 
 
+def _is_of_users_code(error: BaseException) -> bool:
+    """Whether it was raised in a rank by code of the user's, as any exception may be."""
+    return isinstance(error, RankFailed) and error.exit.error is not None and not error.exit.error.is_ours
+
+
 def _words(error: BaseException) -> str:
     """What ``error`` says, and of the launcher's, where the rank does not matter, what the rank's said."""
+    if _is_of_users_code(error):
+        return str(error)
     if isinstance(error, RankFailed) and error.exit.error and issubclass(_kind(error), OF_NO_RANK):
         return error.exit.error.message
     return said(error) or type(error).__name__

@@ -21,6 +21,9 @@ drop the others, and what that costs is the sample that a worker is in.
 
 from __future__ import annotations
 
+import os
+import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -39,11 +42,14 @@ from instep.data.order import MASK_64
 from instep.data.sample_shards import ShardOrder, Shards
 from instep.data.shuffled import Shuffled
 from instep.launch.handover import forget_ended
+from instep.launch.signals import outlive_stop_signals
 from instep.state.alignment import align
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
-LOST = "DataLoader worker", "DataLoader timed out"  # so torch begins to say that a process has died, or hangs
+LOOK_S = 2  # from one look to the next whether all worker processes live, while one is waited for
+LATE = "DataLoader timed out"  # so torch begins to say that none has answered
+LOST = "DataLoader worker", LATE  # so torch begins to say that a process has died, or hangs
 PROFILED = "enumerate(DataLoader)#instep.Loader"  # the beginning is what readers of profiles look for
 HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
 
@@ -54,7 +60,7 @@ class Loader:
     Each micro-batch has its samples in ``micro_batch.data``: the same on any number of ranks. Every epoch has
     each sample once, in an order of its own; the stream of epochs has no end, and a step may have samples of
     two of them. ``position`` counts the samples of all steps so far; it is all that has to be kept to go on
-    in the middle of an epoch, on any number of ranks (``instep.save(..., data_cursor=loader.position)``).
+    in the middle of an epoch, on any number of ranks (``instep.save(..., data=loader)``).
 
     Worker processes begin with the first step, or by ``start``, and read ahead for the steps to come.
     ``close`` ends them.
@@ -143,7 +149,7 @@ class Loader:
         self.deal = Deal(self.num_samples, batch_size, micro_batch_size, order)
         self.groups = _digest(*grouped) if grouped else None  # that on which their order depends, too
         self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, *grouped)
-        self.weigh = weigh
+        self.weigh, self._timeout_s = weigh, timeout_s
         self._position = 0
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
         # In memory that worker processes see, however they are started.
@@ -162,12 +168,14 @@ class Loader:
         if num_workers:
             self._options |= {
                 "num_workers": num_workers,
-                "timeout": timeout_s,
+                "timeout": min(LOOK_S, timeout_s),
                 "prefetch_factor": prefetch_factor,
                 "persistent_workers": True,
                 "multiprocessing_context": multiprocessing_context,
+                "worker_init_fn": _serve,
             }
         self._loader: DataLoader[Any] | None = None
+        self._end_workers: Callable[[], object] = lambda: None
         self._stream: Iterator[Any] | None = None
         self._next: tuple[int, tuple[int, ...], int] | None = None  # that the stream gives
 
@@ -257,10 +265,8 @@ class Loader:
     def close(self) -> None:
         """End the worker processes; the next step starts others. Also happens when it is collected."""
         # Else they end with the last traceback that has seen the stream.
-        shut_down = getattr(self._stream, "_shutdown_workers", None)
         self._stream = self._loader = self._next = None
-        if shut_down is not None:
-            shut_down()
+        self._end_workers()
         forget_ended()
         if isinstance(self.dataset, Shards):
             self.dataset.close()
@@ -300,13 +306,23 @@ class Loader:
             else:
                 stream = self._stream
                 for _ in range(0 if k else self._share.num_idle(own)):
-                    next(stream)
-            return next(stream)
+                    self._wait_for(stream)
+            return self._wait_for(stream)
         except BaseException as error:
             self.close()  # what comes next from it is not known
             if isinstance(error, RuntimeError) and str(error).startswith(LOST):
                 raise RuntimeError(self._lost(own[k], error)) from None
             raise
+
+    def _wait_for(self, stream: Iterator[Any]) -> Any:
+        """The next of ``stream``; torch looks for dead workers only when it gives up waiting."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return next(stream)
+            except RuntimeError as error:
+                if not str(error).startswith(LATE) or time.monotonic() >= until:
+                    raise
 
     def _begin(self) -> Iterator[Any]:
         if "num_workers" not in self._options and not self._options["pin_memory"]:
@@ -316,6 +332,8 @@ class Loader:
         if self._loader is None:
             self._loader = DataLoader(**self._options)
         self._stream = iter(self._loader)
+        if "num_workers" in self._options:  # also at the exit of a program that does not close this
+            self._end_workers = weakref.finalize(self, _end_workers, self._stream, os.getpid())
         return self._stream
 
     def _read_here(self, task: Task) -> Any:
@@ -327,9 +345,12 @@ class Loader:
     def _lost(self, micro_batch: int, error: RuntimeError) -> str:
         samples = [place.sample for place in self.deal.places(self._position, micro_batch)]
         shown = ", ".join(map(str, samples[:SHOWN])) + (", ..." if len(samples) > SHOWN else "")
+        cause = str(error).splitlines()[0]
+        if cause.startswith(LATE):
+            cause = f"no answer within {self._timeout_s:g} s"
         return (
             "a Loader's worker process died, or did not answer, while the next to come was micro-batch "
-            f"{micro_batch}, samples {shown} of {type(self.dataset).__name__}: {str(error).splitlines()[0]}. "
+            f"{micro_batch}, samples {shown} of {type(self.dataset).__name__}: {cause}. "
             "If it was killed by SIGKILL or SIGBUS, memory or shared memory (/dev/shm) was short: use fewer "
             "workers, or a smaller prefetch_factor. If it hangs, num_workers=0 shows where; timeout_s is how "
             "long to wait for a micro-batch"
@@ -345,6 +366,21 @@ class Loader:
 def _in_shared_memory(context: Any) -> Any:
     """A number, 0, that the processes which ``context`` or the one of that name starts see, too."""
     return (get_context(context) if isinstance(context, str | None) else context).RawValue("q", 0)
+
+
+def _end_workers(stream: Any, pid: int) -> None:
+    """Of ``stream``, in the process that has begun it."""
+    if os.getpid() == pid:
+        stream._shutdown_workers()
+        for worker in stream._workers:
+            if worker.is_alive():  # it hangs, and outlives SIGTERM
+                worker.kill()
+                worker.join()
+
+
+def _serve(worker: int) -> None:
+    """A worker process begins."""
+    outlive_stop_signals()
 
 
 class _Turn:

@@ -7,6 +7,7 @@ Several workers that fail in one generation, in which one has pulled the others 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 from instep.errors import InstepError
 
 MAX_IN_A_ROW = 5
+NUMBER = re.compile(r"0x[0-9a-f]+|\bpid(\(s\))? [0-9, ]+")
 FEW_STEPS = 2  # between two failures of one exception that the steps in between do not excuse
 
 
@@ -39,9 +41,14 @@ class Failure:
         where = f", after step {self.step} in {self.phase}," if self.step >= 0 else f", in {self.phase},"
         return f"{who} (pid {self.pid}){where} {self.how}"
 
+    @property
+    def kind(self) -> str:
+        """Its exception without pids and addresses, which are others at each try."""
+        return NUMBER.sub("#", self.error)
+
     def repeats(self, other: Failure) -> bool:
         """Whether ``other`` is the same exception at the same step, at another try."""
-        same = (self.error, self.step) == (other.error, other.step)
+        same = (self.kind, self.step) == (other.kind, other.step)
         return same and self.step >= 0 and self.attempt != other.attempt
 
     def fields(self) -> dict[str, object]:
@@ -94,7 +101,7 @@ class RetryLimit:
 
     def like(self, failure: Failure) -> list[Failure]:
         """The same exception, of other ranks of its generation."""
-        return [f for f in self.raised if (f.error, f.attempt) == (failure.error, failure.attempt)]
+        return [f for f in self.raised if (f.kind, f.attempt) == (failure.kind, failure.attempt)]
 
     def _everywhere(self, failure: Failure) -> list[Failure]:
         """Those of the same exception, each a few steps after the one before it.
@@ -105,7 +112,7 @@ class RetryLimit:
         if not failure.error:
             return found
         for earlier in reversed(self.raised):
-            if earlier.error == failure.error:
+            if earlier.kind == failure.kind:
                 if found and found[-1].step - earlier.step > FEW_STEPS:
                     break
                 found.append(earlier)

@@ -30,7 +30,7 @@ from instep.elastic.watchdog import Reading, find_stuck
 from instep.elastic.worker_pool import Message, Worker, WorkerPool, progress_table
 from instep.launch.launch import warm
 from instep.launch.memory_file import MemoryFile
-from instep.launch.rank_exit import Exit, RankFailed, describe_exit, root_cause
+from instep.launch.rank_exit import ErrorRecord, Exit, RankFailed, describe_exit, root_cause
 from instep.launch.signals import preempted
 from instep.net.hang_report import status_table
 from instep.net.peers import statuses_of
@@ -41,7 +41,7 @@ MISSED_S = 1.0  # for a rank that others have waited for in vain to leave, too
 MAX_RANKS = MAX_WORKERS // 2  # each may have to be replaced while it is still ending
 MAX_SPARES_LOST = 3
 GRACE_S = 2.0
-# Exceptions that would come again on any worker: about the run, its files, or its settings.
+# Exceptions of instep that would come again on any worker: about the run, its files, or its settings.
 FINAL = frozenset(
     {
         "instep.errors.CheckpointRejected",
@@ -248,7 +248,7 @@ class Supervisor:
         begun = max(self.retries.step, self.pool.step) >= 0
         # The members of a run that has begun have what a newcomer could not get.
         lost = [(worker, end) for worker, end in lost if worker.generation or not begun]
-        if not any(end.error and (not begun or end.error.type in FINAL) for _, end in lost):
+        if not any(end.error and (not begun or _is_final(end.error)) for _, end in lost):
             return
         # Others may have failed for the same reason, or know it.
         lost = [*lost, *self.pool.wait_all(GRACE_S / 4)]
@@ -448,6 +448,11 @@ class Supervisor:
             failure = Failure(*where, f"lost its group: {first['error']}", first["error"])
             self.recovery = self.recovery or Recovery(failure)
             self._note(failure, "")
+
+
+def _is_final(error: ErrorRecord) -> bool:
+    """A file that the user's code cannot read may be there when it tries again."""
+    return error.type in FINAL and (error.is_ours or error.type.startswith("instep."))
 
 
 def _ranks(before: Sequence[int]) -> list[int]:

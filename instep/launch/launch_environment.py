@@ -41,6 +41,18 @@ FIXES = {
     "pet": "start the program with torchrun, which reads the PET_* variables",
 }
 
+# By the rank that it gives a process, the number of ranks: MPICH and Intel MPI, PMIx, MVAPICH2, Flux, PALS, a
+# part of torchrun's, and Slurm where no step is named (in a batch script the rank is 0).
+OTHER_LAUNCHERS = {
+    "PMI_RANK": "PMI_SIZE",
+    "PMIX_RANK": "PMIX_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "PALS_RANKID": "PALS_SIZE",
+    "LOCAL_RANK": "LOCAL_WORLD_SIZE",
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+}
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -95,7 +107,23 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
         return _slurm(_Variables(environ, "slurm"))
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
         return _pet(_Variables(environ, "pet"))
+    _require_alone(environ)
     return LaunchEnvironment()
+
+
+def _require_alone(environ: Mapping[str, str]) -> None:
+    """ValueError if another launcher says that this process is one of several."""
+    if environ.get("SLURM_NTASKS") == "1":
+        return
+    for rank, size in OTHER_LAUNCHERS.items():
+        value = environ.get(rank)
+        if value is not None and environ.get(size) != "1" and (value, rank) != ("0", "SLURM_PROCID"):
+            raise ValueError(
+                f"{rank} is {value!r}: this process is one of several, of a launcher whose world is not "
+                "known here. Start it with torchrun, srun or Open MPI's mpirun, or set RANK, WORLD_SIZE, "
+                "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process; for a world of "
+                f"one, unset {rank}"
+            )
 
 
 def is_address_of_loopback(host: str | None) -> bool:

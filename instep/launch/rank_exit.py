@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ MESSAGE_LIMIT, TRACEBACK_LIMIT = 1 << 13, 1 << 16
 RECORD_LIMIT_BYTES = 1 << 19
 # Errors that say that another rank failed.
 CONSEQUENCES = frozenset({"instep.errors.PeerLost"})
+LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "safetensors"}
 HINTS = {
     -signal.SIGKILL: "out of memory? or did somebody kill it? The kernel's log (dmesg) says; if it was "
     "memory, try fewer ranks or smaller micro-batches",
@@ -54,7 +56,8 @@ def mark_secondary(error: E) -> E:
 class ErrorRecord:
     """The exception that ended a rank, as the rank wrote it down; ``time_ns`` is ``time.monotonic_ns()``.
 
-    ``told``: another rank raised it first, and reports it (``mark_secondary``).
+    ``told``: another rank raised it first, and reports it (``mark_secondary``). ``is_ours``: instep raised
+    it, or what instep called; else the user's own code did, data sets included.
     """
 
     type: str  # with its module unless that is builtins: "ValueError", "instep.errors.PeerLost"
@@ -62,6 +65,7 @@ class ErrorRecord:
     traceback: str
     time_ns: int
     told: bool = False
+    is_ours: bool = True
 
     @staticmethod
     def of(error: BaseException) -> ErrorRecord:
@@ -75,6 +79,7 @@ class ErrorRecord:
             "".join(traceback.format_exception(kind, error, frames))[-TRACEBACK_LIMIT:],
             time.monotonic_ns(),
             bool(getattr(error, "told", False)),
+            _is_ours(error),
         )
 
     def to_bytes(self) -> bytes:
@@ -87,6 +92,13 @@ class ErrorRecord:
             return ErrorRecord(**json.loads(data))
         except (TypeError, ValueError):
             return None
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the innermost frame that is of no library is instep's."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    own = [name for name in names if name.partition(".")[0] not in LIBRARIES]
+    return not own or (own[-1].startswith("instep.") and not own[-1].startswith("instep.data."))
 
 
 @dataclass(frozen=True)

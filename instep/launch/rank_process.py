@@ -59,6 +59,7 @@ def run_child(child: Child, target: Callable[..., object], args: tuple[Any, ...]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOP_SIGNALS:  # ignored by the forkserver
         signal.signal(number, signal.SIG_DFL)
+    multiprocessing.set_start_method(None, force=True)  # Python's own default, and not what it began with
     os.environ.clear()  # the forkserver's is the launcher's at the time of its start
     os.environ.update(child.environ)
     for stream in (sys.stdout, sys.stderr):

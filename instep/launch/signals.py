@@ -11,13 +11,18 @@ ignores them means itself, and a run that cannot be preempted loses its last ste
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # which ask a run to end
+GRACE_S = 60.0  # for a rank to end, of processes that serve it
+_of_this_process: set[Any] = set()  # handlers that a child has no use for
 
 
 def hear_stop_signals() -> None:
@@ -98,7 +103,49 @@ def listen_for_preemption(ask: Callable[[str], None]) -> Callable[[], None]:
     taken = _unhandled(STOP_SIGNALS)
     for number in taken:
         signal.signal(number, handle)
+    _of_this_process.update((handle, end_now))
     return stop
+
+
+def _as_before() -> None:
+    """In a forked child, which a stop signal ends."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) in _of_this_process:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_as_before)
+
+
+def outlive_stop_signals(grace_s: float = GRACE_S) -> None:
+    """In a process that serves a rank: a stop signal, which a scheduler sends to all of a job, is the rank's.
+
+    This process ends ``grace_s`` after the first one, or at once by a second: also while it computes in
+    native code. What it starts itself hears signals as ever.
+    """
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _nothing)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=_end_in_time, args=(heard, grace_s), name="stop signals", daemon=True).start()
+
+
+def _end_in_time(heard: int, grace_s: float) -> None:
+    until: float | None = None
+    while True:
+        wait_s = None if until is None else max(0.0, until - time.monotonic())
+        if not select.select([heard], [], [], wait_s)[0]:
+            break
+        if os.read(heard, 1)[0] in STOP_SIGNALS:
+            if until is not None:
+                break
+            until = time.monotonic() + grace_s
+    os._exit(128 + signal.SIGTERM)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Python writes the number of a signal that has a handler to ``set_wakeup_fd``."""
 
 
 def _unhandled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:

@@ -246,6 +246,7 @@ class Copy:
         holds = state.holds
         state.restoring()
         training.state.put(self._values, self._options)
+        training.state.resume_at(self._run["step"], self._options)
         state.restored(self._run["step"], self._run["last"])
         training.carry_on(self._carried)
         state.holds = holds

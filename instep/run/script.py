@@ -4,6 +4,7 @@ who has started it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import types
@@ -115,6 +116,8 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
         if "env:// rendezvous" in str(error):
             raise ValueError(f"{error}. {NO_GROUP}") from error
         raise
+    finally:
+        atexit._run_exitfuncs()  # as at the end of any script; this process ends by os._exit
     for loop in begun.loops:
         if code and loop.left:
             print(

@@ -147,6 +147,7 @@ class ScriptLoop(Iterator[RunStep]):
             raise ValueError(
                 "run.steps: no model is registered: run.register(model=model, optimizer=optimizer)"
             )
+        registered.count_updates()
         spike, num_optimizers = run._settings.checks.spike, len(registered.optimizers)
         if spike and num_optimizers > 1:
             raise ValueError(

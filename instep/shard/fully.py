@@ -439,11 +439,6 @@ def _require_plain(module: nn.Module) -> None:
             f"the module is wrapped in {type(module).__name__} already: shard what is in it, model.module, "
             "and leave the wrapper out"
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            "the module is compiled by torch.jit and can become no other class: leave it uncompiled, or use "
-            "DataParallel"
-        )
     added = [name for name in vars(FullySharded) if not name.startswith("_")]
     taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]
     if taken:

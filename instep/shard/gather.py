@@ -119,13 +119,10 @@ class Gathers:
         if following is not None:
             following.wait()
 
-    def interrupted(self) -> None:
-        """As ``leave``, outside of a declared step (no rank follows): unless all ranks have all units."""
-        if not all(unit.keeps and (unit.is_current or unit.work is not None) for unit in self._units):
-            self.leave()
-
-    def leave(self) -> None:
-        """The step is given up: whoever waits for this rank's part of a unit is told."""
+    def leave(self, *, followed: bool = False) -> None:
+        """The step is given up: whoever waits for this rank's part of a unit, or ``followed``, is told."""
+        if not followed and all(x.keeps and (x.is_current or x.work is not None) for x in self._units):
+            return
         if self._group.size > 1 and not self._has_left and not isinstance(self.lane.failed, PeerLost):
             self.recover()
             name = "leaving a step"
@@ -276,7 +273,7 @@ class UnitHooks:
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         """The forward of ``m`` has ended, or was left by an exception."""
         if output is None and m is self.module and sys.exc_info()[1] is not None:
-            self._gathers.interrupted()
+            self._gathers.leave()
             for order in self._next:  # of a forward that failed, which another rank may have run otherwise
                 order.clear()
         if self._running[m]:

@@ -263,10 +263,7 @@ class SliceReducer(Reduction, GradientPeers):
 
     def leave(self) -> None:
         if self.plan is not None:
-            if self.plan.declared:
-                self._gathers.leave()
-            else:
-                self._gathers.interrupted()
+            self._gathers.leave(followed=self.plan.declared)
             super().leave()
 
     def _next_header(self, plan: StepPlan) -> Header | None:
@@ -285,7 +282,7 @@ class SliceReducer(Reduction, GradientPeers):
         self.buckets, self._works = [], []
 
     def interrupted(self) -> None:
-        self._gathers.interrupted()
+        self._gathers.leave()
 
     def backward_ended(self) -> None:
         self.ended()

@@ -388,10 +388,10 @@ def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
     for name, m in module.named_modules():
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be cut: make it with sparse=False")
-        if isinstance(m, torch.jit.ScriptModule) and any(True for _ in m.parameters()):
+        if isinstance(m, torch.jit.ScriptModule):
             raise ValueError(
-                f"{name!r} is compiled by torch.jit, and its forward takes no hook that could gather its "
-                "weights: use DataParallel, or leave it uncompiled"
+                f"{name!r} is a TorchScript module, which takes no hooks: shard the Python module, and use "
+                "torch.compile"
             )
     checks.require_apart(module, frozen_too=True)
     return registry

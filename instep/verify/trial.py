@@ -64,7 +64,6 @@ class Trial:
             stack.enter_context(torch.enable_grad())
             self.state = stack.enter_context(RestoreOnExit(subject, self.generators))
             packed = self._agreed("preparing the batch", lambda: self._prepared(batch, rtol))
-            stack.push(self._give_up)
             return compare(
                 self.group,
                 dict(zip(reducer.names, reducer.parameters, strict=True)),
@@ -93,11 +92,6 @@ class Trial:
                     "recompute a rank's gradient. Put it into eval() mode, or use GroupNorm or LayerNorm"
                 )
         return pack(batch)
-
-    def _give_up(self, error: type[BaseException] | None, *_: object) -> None:
-        """An error that all ranks raise: what one of them has left, the others leave too."""
-        if error is not None:
-            self.reducer.interrupted()
 
     def _distributed(self, packed: Packed) -> None:
         """Forward and backward of one synchronised step."""
@@ -180,6 +174,8 @@ class RestoreOnExit:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:  # all ranks raise, and what one of them has left, the others leave too
+            self.reducer.interrupted()
         self.reducer.lane.drain()  # it may still write to buckets, or report that this rank failed
         self.backward.look_back()
         self.begin()
@@ -197,10 +193,8 @@ class RestoreOnExit:
     def begin(self) -> None:
         """Buffers as they were, no gradients."""
         for module, _, buffers in self._modules:
-            if isinstance(module._buffers, dict):  # a scripted module has those that it has
-                module._buffers.clear()  # forward may have put others in their place
-            for name, buffer in buffers.items():
-                module._buffers[name] = buffer
+            module._buffers.clear()  # forward may have put others in their place
+            module._buffers.update(buffers)
         _write_back(self._buffers)
         for parameter, _ in self._gradients:
             parameter.grad = None

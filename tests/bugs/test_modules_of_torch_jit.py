@@ -7,6 +7,7 @@ models that torch's DDP trains. Shards are gathered by hooks of the module that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,31 +39,11 @@ def made(compiled: str = "", *, whole: bool = False) -> nn.Sequential:
     return net
 
 
+@pytest.mark.parametrize("wrap", [DataParallel, partial(fully_shard, stage=2), partial(fully_shard, stage=3)])
 @pytest.mark.parametrize("compiled", ["scripted", "traced"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_replicas_of_one_are_refused(compiled: str, whole: bool) -> None:
+def test_one_is_refused(wrap: Callable[[nn.Module], object], compiled: str, whole: bool) -> None:
     with pytest.raises(
-        ValueError, match="is a TorchScript module, which takes no hooks: wrap the Python module"
+        ValueError, match=r"is a TorchScript module, which takes no hooks: .* the Python module"
     ):
-        DataParallel(made(compiled, whole=whole))
-
-
-@pytest.mark.parametrize("compiled", ["scripted", "traced"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_shards_cannot_be_in_one(compiled: str, stage: int) -> None:
-    with pytest.raises(ValueError, match=r"'0' is compiled by torch\.jit.*leave it uncompiled"):
-        fully_shard(made(compiled), stage=stage)
-    with pytest.raises(ValueError, match="can become no other class: leave it uncompiled"):
-        fully_shard(made(compiled, whole=True), stage=stage)
-
-
-@pytest.mark.parametrize("compiled", ["scripted", "traced"])
-def test_one_without_parameters_may_be_a_part(compiled: str) -> None:
-    net = made()
-    net.insert(
-        1, {"scripted": torch.jit.script, "traced": lambda m: torch.jit.trace(m, X)}[compiled](nn.Tanh())
-    )
-    model = fully_shard(net)
-    for _ in model.micro_batches(2):
-        model(X).square().mean().backward()
-    model.close()
+        wrap(made(compiled, whole=whole))

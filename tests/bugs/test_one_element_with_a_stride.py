@@ -64,6 +64,6 @@ def test_a_model_with_one_trains(mesh: Mesh, init_sync) -> None:
 
 def test_a_model_with_one_is_saved_and_loaded(tmp_path):
     model, other = Gain(), Gain()
-    instep.save(tmp_path, model, step=1)
-    assert instep.load(tmp_path, other).step == 1
+    instep.save(tmp_path, step=1, model=model)
+    assert instep.load(tmp_path, model=other).step == 1
     assert torch.equal(model.layer.weight, other.layer.weight)

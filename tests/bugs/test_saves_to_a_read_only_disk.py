@@ -23,10 +23,10 @@ def test_what_is_there_needs_no_writing_and_the_next_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int, code: int
 ) -> None:
     model = filled(nn.Linear(2, 2))
-    save(tmp_path, model, step=1)
+    save(tmp_path, step=1, model=model)
     monkeypatch.setattr(os, "access", lambda *args: False)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flag))
-    assert save(tmp_path, model, step=1) == tmp_path / "step-00000001"
+    assert save(tmp_path, step=1, model=model) == tmp_path / "step-00000001"
     with pytest.raises(OSError, match=str(tmp_path)) as failed:
-        save(tmp_path, model, step=2)
+        save(tmp_path, step=2, model=model)
     assert failed.value.errno == code

@@ -71,10 +71,10 @@ def test_all_buffers_of_a_divided_state_are_those_of_one_rank(mesh: Mesh, tmp_pa
     optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, lr=0.1)
     for buffer in module.buffers():
         buffer.fill_(mesh.rank)  # as forwards in training mode leave them where nothing sends them
-    save(tmp_path, module, optimizer, step=1)
+    save(tmp_path, step=1, model=module, optimizer=optimizer)
     fresh = WithBuffers()
     mesh.data.group.barrier("saving")
-    load(tmp_path, fresh)
+    load(tmp_path, model=fresh)
     assert {x for buffer in fresh.buffers() for x in buffer.tolist()} == {0.0}
 
 
@@ -83,10 +83,10 @@ def test_a_module_in_two_wrappers_has_one_name(tmp_path: Path) -> None:
     model, optimizer = Inside(Inside(net)), SGD(net.parameters(), lr=0.1, momentum=0.9)
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    save(tmp_path, model, optimizer, step=1)
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
     other = nn.Linear(3, 3)
     fresh = SGD(other.parameters(), lr=0.1, momentum=0.9)
-    assert load(tmp_path, Inside(Inside(other)), fresh).step == 1
+    assert load(tmp_path, model=Inside(Inside(other)), optimizer=fresh).step == 1
     assert torch.equal(other.weight, net.weight)
     assert torch.equal(*(x.state[p.weight]["momentum_buffer"] for x, p in ((fresh, other), (optimizer, net))))
 
@@ -110,12 +110,12 @@ def test_shard_groups_that_take_turns_hold_one_state(mesh: Mesh) -> None:
 @world(2, by="process")
 def test_masters_of_another_dtype_are_refused_before_they_change(mesh: Mesh, tmp_path: Path) -> None:
     if not mesh.rank:
-        save(tmp_path, filled(nn.Linear(4, 4)), step=1)
+        save(tmp_path, step=1, model=filled(nn.Linear(4, 4)))
     mesh.data.group.barrier("saving")
     module = nn.Linear(4, 4).bfloat16()
     sharded = instep.fully_shard(module, mesh)
     before = instep.full_state_dict(sharded)
     with pytest.raises(CheckpointRejected, match=r"weight.*float32|float32.*weight"):
-        load(tmp_path, sharded)
+        load(tmp_path, model=sharded)
     after = instep.full_state_dict(sharded)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -141,8 +141,8 @@ def test_so_it_is_on_two_ranks_where_it_would_be_lost(mesh: Mesh, stage: int) ->
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_load_in_the_loop_is_refused(stage: int, tmp_path: Path) -> None:
     model = wrapped(world_of_one(), stage)
-    save(tmp_path, model, step=0)
+    save(tmp_path, step=0, model=model)
     with pytest.raises(ValueError, match=r"instep\.load inside micro_batches\(\)"):
-        step(model, lambda: load(tmp_path, model))
-    load(tmp_path, model)
+        step(model, lambda: load(tmp_path, model=model))
+    load(tmp_path, model=model)
     step(model, lambda: None)

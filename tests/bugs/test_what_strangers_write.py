@@ -158,13 +158,13 @@ def test_what_a_group_may_write_to_is_refused_but_for_a_private_one(
 @needs_root
 def test_published_weights_are_those_of_the_directory_that_was_named(tmp_path: Path) -> None:
     model = filled(nn.Linear(2, 2))
-    path = save(tmp_path, model, step=3)
+    path = save(tmp_path, step=3, model=model)
     give_away(path)
     with pytest.raises(CheckpointRejected, match="belongs to user"):  # somebody else's in a directory of mine
-        load(tmp_path, nn.Linear(2, 2))
+        load(tmp_path, model=nn.Linear(2, 2))
     os.chown(tmp_path, STRANGER, STRANGER)
     other = nn.Linear(2, 2)
-    assert load(tmp_path, other).step == 3
+    assert load(tmp_path, model=other).step == 3
     assert torch.equal(other.weight, model.weight)
 
 

@@ -37,6 +37,11 @@ class Net(nn.Module):
         return self.second(self.norm(self.first(x))) * self.frozen.sum()
 
 
+def named(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, object]:
+    """As ``instep.save`` and ``load`` take them."""
+    return {"model": model, "optimizer": optimizer}
+
+
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()

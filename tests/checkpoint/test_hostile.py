@@ -34,7 +34,7 @@ from instep.checkpoint.state import TrainingState
 from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected
 from tests.checkpoint.elsewhere import Elsewhere
-from tests.checkpoint.nets import made, train, whole_hash
+from tests.checkpoint.nets import made, named, train, whole_hash
 from tests.checkpoint.no_pickle import WAYS, Unpickled, forbidden
 from tests.checkpoint.states import all_bits, layout_of, save_steps
 
@@ -48,7 +48,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """The only checkpoint of a directory, of a trained module and its optimizer."""
     model, optimizer = made(0)
     train(model, optimizer, range(1))
-    return save(tmp_path, model, optimizer, step=1)
+    return save(tmp_path, step=1, model=model, optimizer=optimizer)
 
 
 def signed(path: Path, change: Callable[[Any], None] = lambda body: None) -> None:
@@ -68,7 +68,7 @@ def assert_rejected(path: Path) -> None:
     model, optimizer = made(1)
     before = whole_hash(model, optimizer)
     with pytest.raises(CheckpointRejected):
-        load_newest(path.parent, model, optimizer)
+        load_newest(path.parent, model=model, optimizer=optimizer)
     assert whole_hash(model, optimizer) == before
 
 
@@ -158,7 +158,7 @@ def test_a_changed_tensor_file_behind_the_right_hash_is_rejected(
     signed(checkpoint)
     model, optimizer = made(1)
     try:
-        load_newest(checkpoint.parent, model, optimizer)
+        load_newest(checkpoint.parent, model=model, optimizer=optimizer)
         original, _ = made(0)  # e.g. a space in the header was another one
         assert layout_of(model.state_dict()) == layout_of(original.state_dict())
     except CheckpointRejected:
@@ -178,7 +178,7 @@ def test_other_values_behind_the_right_file_hash_do_not_have_the_hash_of_the_sta
     signed(checkpoint)
     assert verify(checkpoint).step == 1
     with pytest.raises(CheckpointRejected, match="expected a state of hash"):
-        load_newest(checkpoint.parent, *made(1))
+        load_newest(checkpoint.parent, **named(*made(1)))
     assert_rejected(checkpoint)
 
 
@@ -216,7 +216,7 @@ def test_any_value_of_a_manifest_replaced_and_signed_is_rejected_or_loads(
     model, optimizer = made(1)
     try:
         signed(checkpoint, change)
-        load_newest(checkpoint.parent, model, optimizer)
+        load_newest(checkpoint.parent, model=model, optimizer=optimizer)
         assert whole_hash(model, optimizer) == loaded  # what is no tensor may be another, e.g. a rate
     except CheckpointRejected:
         pass
@@ -249,7 +249,7 @@ def test_a_tie_between_tensors_of_other_shapes_is_rejected_and_reads_no_memory_t
     with pytest.raises(
         CheckpointRejected, match=r"first\.weight: expected float32\[4, 4\], got float32\[4\]"
     ):
-        load_newest(checkpoint.parent, model)
+        load_newest(checkpoint.parent, model=model)
     assert all_bits(model.state_dict()) == before
 
 
@@ -345,9 +345,9 @@ def test_saving_loading_and_taking_a_state_from_elsewhere_unpickle_nothing(tmp_p
     model, optimizer = made(0)
     train(model, optimizer, range(1))
     with forbidden():
-        save(tmp_path, model, optimizer, step=1)
+        save(tmp_path, step=1, model=model, optimizer=optimizer)
         other, fresh = made(1)
-        load_newest(tmp_path, other, fresh)
+        load_newest(tmp_path, model=other, optimizer=fresh)
         there = Elsewhere.of(TrainingState(other, fresh))
         assert there.layout() == Elsewhere.of(TrainingState(model, optimizer)).layout()
         there.restore(TrainingState(*made(2)))

@@ -18,7 +18,7 @@ from instep.checkpoint.shorthand import Resumed, load, save
 from instep.errors import CheckpointRejected, PeerLost
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
-from tests.checkpoint.nets import made, train, whole_hash
+from tests.checkpoint.nets import made, named, train, whole_hash
 from tests.world import world
 
 STEPS = (2, 5)
@@ -30,7 +30,7 @@ def disks(tmp_path: Path) -> list[Path]:
     model, optimizer = made(0)
     for step in STEPS:
         train(model, optimizer, range(step))
-        save(tmp_path / "disk-0", model, optimizer, step=step, data_cursor=10 * step, note="rank 0")
+        save(tmp_path / "disk-0", step=step, model=model, optimizer=optimizer)
     for rank in (1, 2):
         shutil.copytree(tmp_path / "disk-0", tmp_path / f"disk-{rank}")
     return [tmp_path / f"disk-{rank}" for rank in range(3)]
@@ -38,7 +38,7 @@ def disks(tmp_path: Path) -> list[Path]:
 
 def newest_hash(disk: Path) -> str:
     model, optimizer = made(7)
-    load(disk, model, optimizer)
+    load(disk, model=model, optimizer=optimizer)
     return whole_hash(model, optimizer)
 
 
@@ -69,7 +69,7 @@ def leave_older(disk: Path) -> None:
 
 def save_another(disk: Path) -> None:
     shutil.rmtree(disk)
-    save(disk, *made(1), step=5)
+    save(disk, step=5, **named(*made(1)))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_ranks_that_have_different_checkpoints_all_refuse(
         model, module, optimizer = wrapped(mesh)
         before = whole_hash(module, optimizer)
         with pytest.raises(CheckpointRejected, match="give all ranks one directory") as told:
-            load(disks[mesh.rank], model, optimizer)
+            load(disks[mesh.rank], model=model, optimizer=optimizer)
         if mesh.rank:
             assert str(told.value).endswith("(rank 0 says which)") and told.value.told
         else:
@@ -118,8 +118,8 @@ def test_a_rank_without_any_checkpoint_is_sent_what_the_others_have(
     @world(3, backend=backend)
     def body(mesh: Mesh) -> None:
         model, module, optimizer = wrapped(mesh)
-        resumed = load(disks[mesh.rank], model, optimizer)
-        assert (resumed.step, resumed.data_cursor, resumed.extra) == (5, 50, {"note": "rank 0"})
+        resumed = load(disks[mesh.rank], model=model, optimizer=optimizer)
+        assert resumed.step == 5
         owner = mesh.rank if mesh.rank in has else has[0]
         assert resumed.path == step_of(disks[owner], 5)
         assert resumed.differences == resumed.rejected == ()
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_on_one_disk_is_told_by_rank_zero_where_all_go_back
     @world(3)
     def body(mesh: Mesh) -> None:
         model, _, optimizer = wrapped(mesh)
-        assert load(disks[mesh.rank], model, optimizer).step == 2
+        assert load(disks[mesh.rank], model=model, optimizer=optimizer).step == 2
         model.close()
 
     with pytest.warns(UserWarning, match=r"went back to step 2 in \S+disk-0") as warned:
@@ -156,7 +156,7 @@ def test_where_no_rank_has_a_checkpoint_nothing_is_touched(tmp_path: Path) -> No
     def body(mesh: Mesh) -> None:
         model, module, optimizer = wrapped(mesh)
         before = whole_hash(module, optimizer)
-        assert load(tmp_path / "absent", model, optimizer) == Resumed()
+        assert load(tmp_path / "absent", model=model, optimizer=optimizer) == Resumed()
         assert whole_hash(module, optimizer) == before
         model.close()
 
@@ -173,7 +173,7 @@ def test_another_optimizer_on_one_rank_is_refused_on_all_and_nothing_changed(
             optimizer = AdamW([{"params": [p]} for p in module.parameters()])
         before = whole_hash(module, optimizer)
         with pytest.raises(CheckpointRejected, match="expected 1 parameter groups, got"):
-            load(disks[mesh.rank], model, optimizer)
+            load(disks[mesh.rank], model=model, optimizer=optimizer)
         assert whole_hash(module, optimizer) == before
         model.close()
 
@@ -188,7 +188,7 @@ def test_a_rank_that_loads_alone_is_told_in_which_operation_it_waits(disks: list
         model, _, optimizer = wrapped(mesh)
         if mesh.rank == 0:
             with pytest.raises(PeerLost, match="in the loading of a checkpoint"):
-                load(disks[0], model, optimizer)
+                load(disks[0], model=model, optimizer=optimizer)
         else:
             with pytest.raises(PeerLost, match="rank 0"):
                 model(torch.ones(2, 4)).sum().backward()
@@ -205,12 +205,12 @@ def test_a_module_without_a_wrapper_and_a_closed_wrapper_load_for_themselves(dis
     def body(mesh: Mesh) -> None:
         model, module, optimizer = wrapped(mesh)
         if mesh.rank == 0:
-            load(disks[0], module, optimizer)
+            load(disks[0], model=module, optimizer=optimizer)
             assert whole_hash(module, optimizer) == expected
         mesh.world.group.barrier("the middle of a test")
         model.close()
         if mesh.rank == 1:
-            load(disks[1], model, optimizer)
+            load(disks[1], model=model, optimizer=optimizer)
             assert whole_hash(module, optimizer) == expected
 
     body()
@@ -223,8 +223,8 @@ def test_all_see_what_rank_zero_has_just_saved(tmp_path: Path) -> None:
     def body(mesh: Mesh) -> None:
         model, _, optimizer = wrapped(mesh)
         for step in range(1, 4):
-            save(tmp_path, model, optimizer, step=step)
-            assert load(tmp_path, model, optimizer).step == step
+            save(tmp_path, step=step, model=model, optimizer=optimizer)
+            assert load(tmp_path, model=model, optimizer=optimizer).step == step
         model.close()
 
     body()

@@ -70,7 +70,7 @@ def save_the_bare_module(mesh: Mesh, directory: Path) -> None:
     others = ShardedOptimizer(nn.Linear(3, 2).parameters(), torch.optim.SGD, mesh["shard"], lr=0.1)
     assert (optimizer.num_shard_groups, others.num_shard_groups) == (2, 2)
     with pytest.raises(ValueError, match=r"2 shard groups of 2 ranks have.*pass the DataParallel"):
-        save(directory, model.module, optimizer, step=1)
+        save(directory, step=1, model=model.module, optimizer=optimizer)
     assert not list(directory.iterdir())
     others.close()
 

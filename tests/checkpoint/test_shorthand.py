@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from instep.checkpoint.load import read_manifest
 from instep.checkpoint.shorthand import Resumed, load, save
@@ -40,13 +41,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, na
     model, optimizer = made(0, OPTIMIZERS[name])
     train(model, optimizer, range(3))
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] / 2  # as a scheduler would
-    save(tmp_path, model, optimizer, step=3, data_cursor=18, loss=0.5)
+    save(tmp_path, step=3, model=model, optimizer=optimizer)
     train(model, optimizer, range(3, 6))
     other, fresh = made(1, OPTIMIZERS[name])
-    resumed = load(tmp_path, other, fresh)
-    assert (resumed.step, resumed.data_cursor, resumed.extra) == (3, 18, {"loss": 0.5})
-    assert resumed.path == tmp_path / "step-00000003"
-    assert resumed.differences == resumed.rejected == ()
+    resumed = load(tmp_path, model=other, optimizer=fresh)
+    assert resumed == Resumed(3, tmp_path / "step-00000003")
     train(other, fresh, range(resumed.step, 6))
     assert whole_hash(other, fresh) == whole_hash(model, optimizer)
     assert all_bits(other.state_dict()) == all_bits(model.state_dict())
@@ -55,25 +54,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, na
 def test_without_a_checkpoint_nothing_is_touched(tmp_path: Path) -> None:
     model, optimizer = made(0)
     before = whole_hash(model, optimizer)
-    assert load(tmp_path / "absent", model, optimizer) == Resumed()
+    assert load(tmp_path / "absent", model=model, optimizer=optimizer) == Resumed()
     assert whole_hash(model, optimizer) == before
-
-
-def test_only_rank_zero_writes_and_all_return_the_same_path(tmp_path: Path) -> None:
-    model, optimizer = made(0)
-    paths = {save(tmp_path, model, optimizer, step=1, rank=rank) for rank in (3, 2, 1)}
-    assert os.listdir(tmp_path) == []
-    paths.add(save(tmp_path, model, optimizer, step=1))
-    assert paths == {tmp_path / "step-00000001"}
 
 
 def test_state_follows_the_name_when_parameters_change_their_order(tmp_path: Path) -> None:
     model, optimizer = made(0)
     train(model, optimizer, range(2))
-    save(tmp_path, model, optimizer, step=2)
+    save(tmp_path, step=2, model=model, optimizer=optimizer)
     other, _ = made(1)
     reordered = AdamW(reversed(list(other.parameters())))
-    load(tmp_path, other, reordered)
+    load(tmp_path, model=other, optimizer=reordered)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             assert bits(reordered.state[other.get_parameter(name)][key]) == bits(value)
@@ -86,9 +77,9 @@ def test_groups_keep_their_own_options(tmp_path: Path) -> None:
         return AdamW([{"params": rest, "lr": lr}, {"params": norm, "weight_decay": 0.0}])
 
     model, other = Net(), Net()
-    save(tmp_path, model, groups(model, 0.25), step=1)
+    save(tmp_path, step=1, model=model, optimizer=groups(model, 0.25))
     optimizer = groups(other, 0.5)
-    load(tmp_path, other, optimizer)
+    load(tmp_path, model=other, optimizer=optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.001]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
@@ -96,12 +87,12 @@ def test_groups_keep_their_own_options(tmp_path: Path) -> None:
 
 def test_a_wrapper_and_what_it_wraps_save_the_same_names(tmp_path: Path) -> None:
     model, _ = made(0)
-    save(tmp_path, Wrapper(model), step=1)
+    save(tmp_path, step=1, model=Wrapper(model))
     other, _ = made(1)
-    load(tmp_path, other)
+    load(tmp_path, model=other)
     assert all_bits(other.state_dict()) == all_bits(model.state_dict())
     again, _ = made(2)
-    load(tmp_path, Wrapper(Wrapper(again)).module)
+    load(tmp_path, model=Wrapper(Wrapper(again)).module)
     assert all_bits(again.state_dict()) == all_bits(model.state_dict())
 
 
@@ -124,11 +115,11 @@ def test_state_of_another_dtype_than_its_parameter_keeps_its_bits(tmp_path: Path
         wide = {key: torch.randn(parameter.shape) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **wide}
         expected[name] = all_bits(optimizer.state[parameter])
-    save(tmp_path, model, optimizer, step=1)
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
     for parameter in model.parameters():
         optimizer.state[parameter]["exp_avg"].zero_()
     for target in (optimizer, AdamW(model.parameters())):  # moments are there, or have to be made
-        load(tmp_path, model, target)
+        load(tmp_path, model=model, optimizer=target)
         found = {name: all_bits(target.state[p]) for name, p in model.named_parameters()}
         assert found == expected
         assert target.state[model.weight]["exp_avg"].dtype == torch.float32
@@ -154,53 +145,73 @@ def test_another_model_or_optimizer_is_rejected_and_nothing_changed(
 ) -> None:
     model, optimizer = made(0)
     train(model, optimizer, range(1))
-    save(tmp_path, model, optimizer, step=1)
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
     other, fresh = change(made(1)[0])
     before = all_bits(other.state_dict())
     with pytest.raises(CheckpointRejected, match=message):
-        load(tmp_path, other, fresh)
+        load(tmp_path, model=other, optimizer=fresh)
     assert all_bits(other.state_dict()) == before
     assert fresh is None or not fresh.state
 
 
 def test_a_checkpoint_without_an_optimizer_cannot_restore_one(tmp_path: Path) -> None:
     model, optimizer = made(0)
-    save(tmp_path, model, step=1)
-    with pytest.raises(CheckpointRejected, match="load without an optimizer"):
-        load(tmp_path, model, optimizer)
-    assert load(tmp_path, model).step == 1
+    save(tmp_path, step=1, model=model)
+    with pytest.raises(CheckpointRejected, match="expected the optimizer of the checkpoint, none, got AdamW"):
+        load(tmp_path, model=model, optimizer=optimizer)
+    assert load(tmp_path, model=model).step == 1
 
 
 def test_an_optimizer_of_another_model_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"got one of shape \[2\] that the model does not have"):
-        save(tmp_path, Net(), AdamW(Net().parameters()), step=1)
+    with pytest.raises(ValueError, match=r"has a parameter of shape \[2\] that is in none of"):
+        save(tmp_path, step=1, model=Net(), optimizer=AdamW(Net().parameters()))
     assert os.listdir(tmp_path) == []
 
 
 def test_state_that_is_neither_tensor_nor_json_is_named(tmp_path: Path) -> None:
     model, optimizer = made(0)
+    with pytest.raises(ValueError, match=r"'scheduler' is of class object, which has no state_dict\(\) and"):
+        save(tmp_path, step=1, model=model, scheduler=object())
     optimizer.param_groups[0]["schedule"] = print
     with pytest.raises(ValueError, match=r"optimizer\.groups: .*print"):
-        save(tmp_path, model, optimizer, step=1)
-    with pytest.raises(ValueError, match=r"extra\.user\.scheduler"):
-        save(tmp_path, model, step=1, scheduler=object())
+        save(tmp_path, step=1, model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="no model to save or load: pass objects by name, model=model"):
+        save(tmp_path, step=1, scheduler=object())
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_objects_come_back_and_none_may_be_forgotten_but_models_alone_may_be_used(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    plan = StepLR(optimizer, step_size=2)
+    train(model, optimizer, range(3))
+    plan.step()
+    save(tmp_path, step=3, model=model, optimizer=optimizer, plan=plan)
+    other, fresh = made(1)
+    again = StepLR(fresh, step_size=2)
+    for objects in ({"optimizer": fresh}, {"optimizer": fresh, "schedule": again}, {"plan": again}):
+        with pytest.raises(CheckpointRejected, match=r"of the saved state|without an optimizer"):
+            load(tmp_path, model=other, **objects)
+    assert load(tmp_path, net=other).step == 3
+    assert all_bits(other.state_dict()) == all_bits(model.state_dict()) and not fresh.state
+    load(tmp_path, model=other, optimizer=fresh, plan=again)
+    assert again.state_dict() == plan.state_dict()
 
 
 def test_a_changed_numerical_configuration_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = made(0)
-    save(tmp_path, model, step=1)
+    save(tmp_path, step=1, model=model)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert load(tmp_path, model).differences == ("deterministic: false in the checkpoint, true now",)
+    assert load(tmp_path, model=model).differences == ("deterministic: false in the checkpoint, true now",)
 
 
 def test_rejected_newer_checkpoints_are_reported(tmp_path: Path) -> None:
     model, _ = made(0)
-    save(tmp_path, model, step=1)
-    (save(tmp_path, model, step=2) / "manifest.json").unlink()
+    save(tmp_path, step=1, model=model)
+    (save(tmp_path, step=2, model=model) / "manifest.json").unlink()
     with pytest.warns(UserWarning, match=r"instep.load went back to step 1 in \S+: ") as warned:
-        resumed = load(tmp_path, model)
+        resumed = load(tmp_path, model=model)
     assert resumed.step == 1
     assert "step-00000002/manifest.json: cannot be read" in resumed.rejected[0]
     assert resumed.rejected[0] in str(warned[0].message)
@@ -212,13 +223,13 @@ def test_a_wrapped_model_goes_on_with_the_random_numbers_of_its_step(tmp_path: P
         torch.manual_seed(3)
         module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         model, optimizer = DataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in range(load(tmp_path, model, optimizer).step if saved else 0, steps):
+        for step in range(load(tmp_path, model=model, optimizer=optimizer).step if saved else 0, steps):
             for _ in model.micro_batches(2):
                 model(torch.ones(2, 4)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if saved:
-                save(tmp_path, model, optimizer, step=step + 1)
+                save(tmp_path, step=step + 1, model=model, optimizer=optimizer)
         model.close()
         return module[0].weight.detach()
 
@@ -244,7 +255,7 @@ def test_a_checkpoint_that_is_named_by_its_epoch_goes_on_with_other_random_numbe
     def trained(epochs: range, directory: Path | None) -> Tensor:
         model, optimizer = wrap(kind)
         if directory is not None:
-            load(directory, model, optimizer)
+            load(directory, model=model, optimizer=optimizer)
         for epoch in epochs:
             for _ in range(3):
                 for _ in model.micro_batches(2):
@@ -252,7 +263,7 @@ def test_a_checkpoint_that_is_named_by_its_epoch_goes_on_with_other_random_numbe
                 optimizer.step()
                 optimizer.zero_grad()
             if directory is not None:
-                save(directory, model, optimizer, step=epoch + 1)
+                save(directory, step=epoch + 1, model=model, optimizer=optimizer)
         weights = full_state_dict(model)["0.weight"]
         model.close()
         return weights
@@ -262,21 +273,20 @@ def test_a_checkpoint_that_is_named_by_its_epoch_goes_on_with_other_random_numbe
 
 
 def test_a_checkpoint_without_a_count_of_declared_steps_has_that_of_its_step(tmp_path: Path) -> None:
-    """As a plain module saves it, and as all were before there was a count."""
+    """As a plain module saves it."""
     model, optimizer = wrap("replicated")
-    found = read_manifest(save(tmp_path, model.module, optimizer, step=7))
-    assert set(found.extra) == {"user", "optimizer"}
-    load(tmp_path, model, optimizer)
+    save(tmp_path, step=7, model=model.module, optimizer=optimizer)
+    load(tmp_path, model=model, optimizer=optimizer)
     assert model.next_step == 7
     model.close()
 
 
-@pytest.mark.parametrize("count", [-1, True, "7", None])
-def test_a_count_of_declared_steps_that_is_none_is_refused(tmp_path: Path, count: object) -> None:
+@pytest.mark.parametrize("counts", [[], {"model": -1}, {"model": True}, {"model": "7"}, None])
+def test_a_count_of_declared_steps_that_is_none_is_refused(tmp_path: Path, counts: object) -> None:
     model, _ = made(0)
-    path = save(tmp_path, model, step=1)
+    path = save(tmp_path, step=1, model=model)
     found = read_manifest(path)
-    forged = replace(found, extra={**found.extra, "declared_steps": count})
-    (path / "manifest.json").write_bytes(forged.to_bytes())
-    with pytest.raises(CheckpointRejected, match="got one of another writer"):
-        load(tmp_path, model)
+    options = {**found.extra["optimizer"], "declared_steps": counts}
+    (path / "manifest.json").write_bytes(replace(found, extra={"optimizer": options}).to_bytes())
+    with pytest.raises(CheckpointRejected, match="expected numbers of declared steps"):
+        load(tmp_path, model=model)

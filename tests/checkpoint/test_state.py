@@ -51,6 +51,23 @@ def test_before_the_first_step_there_are_no_moments_and_after_going_back_there_a
     assert not optimizer.state
 
 
+class KeepsMore(SGD):
+    """With something in its ``state_dict()`` that belongs to no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"temperature": 0.5}
+
+
+def test_state_of_an_optimizer_that_is_under_no_parameter_is_refused() -> None:
+    model, optimizer = made(0, lambda p: SGD(p, lr=0.1))
+    optimizer.state["round"] = {"number": 3}
+    with pytest.raises(ValueError, match="SGD keeps state under 'round', which is none of its parameters"):
+        TrainingState(model, optimizer).options()
+    model, optimizer = made(0, lambda p: KeepsMore(p, lr=0.1))
+    with pytest.raises(ValueError, match="KeepsMore keeps state under 'temperature'"):
+        TrainingState(model, optimizer).options()
+
+
 def test_ties_are_listed_once_and_the_order_is_the_same_every_time() -> None:
     model, optimizer = made(0)
     train(model, optimizer, range(1))

@@ -449,6 +449,20 @@ def test_a_worker_that_dies_is_told_with_the_samples_that_were_waited_for() -> N
     assert [data for data, _ in loader.read([0])] == [[0, 1, 2, 3]]  # another process reads on
 
 
+class Ends(Dies):
+    def __getitem__(self, i: int) -> int:
+        if i == 5:
+            os._exit(0)
+        return i
+
+
+def test_a_worker_that_ends_without_an_error_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.data.loader.LOOK_S", 0.1)
+    loader = Loader(Ends(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
+    with pytest.raises(RuntimeError, match=r"samples 4, 5, 6, 7 of Ends: .*exited unexpectedly"):
+        list(loader.read([1]))
+
+
 class Hangs(Dataset[int]):
     def __len__(self) -> int:
         return 2
@@ -461,7 +475,7 @@ class Hangs(Dataset[int]):
 def test_a_worker_that_hangs_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # before it is ended
     loader = Loader(Hangs(), 2, 1, num_workers=1, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds.*timeout_s is how long"):
+    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s\..*timeout_s is how long"):
         next(loader.read([0]))
 
 

@@ -76,6 +76,13 @@ def test_a_failure_reads_as_a_sentence_and_travels_as_json() -> None:
     assert str(failure(-3, rank=-1)).startswith("a spare (pid 97), after step 3")
 
 
+def test_an_exception_is_the_same_whatever_pids_and_addresses_are_in_its_text() -> None:
+    limit = RetryLimit()
+    limit.add(failure(1, error="ValueError: what is this? in worker 0 (pid 4711), at 0x7f3a"))
+    with pytest.raises(RunFailed, match="the same exception came twice at the same step"):
+        limit.add(failure(2, error="ValueError: what is this? in worker 0 (pid 97), at 0x55bc"))
+
+
 def test_the_fifth_failure_in_a_row_ends_the_run_and_all_are_listed() -> None:
     limit = RetryLimit()
     add_all(limit, *map(failure, range(1, MAX_IN_A_ROW)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -65,6 +66,7 @@ def report(directory: Path) -> None:
         "threads": torch.get_num_threads(),
         "told": os.environ.get("TOLD"),
         "cwd": os.getcwd(),
+        "start_method": multiprocessing.get_start_method(),
     }
     (directory / str(place.rank)).write_text(json.dumps(facts))
 
@@ -90,6 +92,7 @@ def test_every_rank_finds_its_place_and_the_launcher_s_world(tmp_path, monkeypat
         assert facts["threads"] == 2
         assert facts["told"] == "after the forkserver was born"
         assert facts["cwd"] == str(tmp_path.parent)
+        assert facts["start_method"] == multiprocessing.get_start_method()
     assert not Path(store).exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -61,7 +62,7 @@ OPENMPI = {
     "PMIX_NAMESPACE": "prterun-host-4711@1",
 }
 ON_TWO_HOSTS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-INTERACTIVE = {"SLURM_STEP_ID": str(FIRST_SPECIAL_STEP + 10)}
+INTERACTIVE = {"SLURM_STEP_ID": str(FIRST_SPECIAL_STEP + 10), "SLURM_PROCID": "0"}
 
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:
@@ -104,12 +105,20 @@ PLACES = {
     ),
     "torchrun inside Slurm and a pod": (SLURM | PET | {"PET_NPROC_PER_NODE": "2"} | TORCHRUN, TORCHRUN_PLACE),
     "pod without torchrun": (PET, LaunchEnvironment(1, 3, 0, 1, "pet", "job-node-0", 29400)),
-    "a batch script is one process": (without(SLURM, "SLURM_STEP_ID"), LaunchEnvironment()),
-    "an interactive shell is one process": (SLURM | INTERACTIVE, LaunchEnvironment()),
-    "a step of one task is one process": (
-        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    "a batch script is one process": (
+        without(SLURM, "SLURM_STEP_ID") | {"SLURM_PROCID": "0"},
         LaunchEnvironment(),
     ),
+    "an interactive shell is one process": (SLURM | INTERACTIVE, LaunchEnvironment()),
+    "a step of one task is one process": (
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMIX_RANK": "0"},
+        LaunchEnvironment(),
+    ),
+    "a step of tasks, whose rank PMI says too": (
+        SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5"},
+        LaunchEnvironment(4, 5, 0, 1, "slurm", "node004", FIRST_PORT + zlib.crc32(b"1234.0") % NUM_PORTS),
+    ),
+    "MPICH, of one process": ({"PMI_RANK": "0", "PMI_SIZE": "1"}, LaunchEnvironment()),
 }
 
 
@@ -217,6 +226,14 @@ ERRORS = {
         "PET_NPROC_PER_NODE is '2'",
     ),
     "mpirun across hosts": (OPENMPI | ON_TWO_HOSTS, "world size 2, 1 here.*-x MASTER_ADDR"),
+    "MPICH": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK is '1': this process is one of several"),
+    "its first process": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK is '0'"),
+    "PMIx": ({"PMIX_RANK": "0"}, "unset PMIX_RANK"),
+    "MVAPICH2": ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_RANK"),
+    "Flux": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "FLUX_TASK_RANK"),
+    "PALS": ({"PALS_RANKID": "1"}, "PALS_RANKID"),
+    "Slurm without a step": (without(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID is '4'"),
+    "half of torchrun": ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is '0'"),
     "mpirun without a job id": (without(OPENMPI, "PMIX_NAMESPACE"), "expected MASTER_PORT"),
 }
 

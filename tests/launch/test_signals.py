@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from instep.launch.signals import hear_stop_signals, listen_for_preemption, preempted
+from instep.launch.signals import (
+    hear_stop_signals,
+    listen_for_preemption,
+    outlive_stop_signals,
+    preempted,
+)
 
 pytestmark = pytest.mark.usefixtures("hangups_are_heard")
 POLITE = [signal.SIGTERM, signal.SIGUSR1]
@@ -115,9 +120,40 @@ def keeps_handlers_that_the_program_sets_meanwhile() -> None:
     assert own == [signal.SIGUSR1]
 
 
+def leaves_its_children_as_they_were() -> None:
+    listen_for_preemption(lambda name: os._exit(1))
+    pid = os.fork()
+    if not pid:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def outlives_a_stop_signal_of_the_rank_that_it_serves() -> None:
+    outlive_stop_signals()
+    signal.raise_signal(signal.SIGTERM)
+
+
+def is_ended_by_the_second_stop_signal() -> None:
+    outlive_stop_signals()
+    for number in POLITE:
+        signal.raise_signal(number)
+    threading.Event().wait()
+
+
+def is_ended_in_time_after_a_stop_signal() -> None:
+    outlive_stop_signals(grace_s=0.0)
+    signal.raise_signal(signal.SIGUSR1)
+    threading.Event().wait()
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [
+        (leaves_its_children_as_they_were, 0),
+        (outlives_a_stop_signal_of_the_rank_that_it_serves, 0),
+        (is_ended_by_the_second_stop_signal, 128 + signal.SIGTERM),
+        (is_ended_in_time_after_a_stop_signal, 128 + signal.SIGTERM),
         (keeps_the_programs_handlers, 0),
         (is_asked_once_and_ended_by_the_second_signal, 128 + signal.SIGTERM),
         (keeps_a_ranks_handler_after_the_first_signal, 0),

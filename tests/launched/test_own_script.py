@@ -213,6 +213,42 @@ def test_a_script_that_raises_again_ends_with_its_traceback(tmp_path: Path) -> N
     assert "KeyError: 'who'" in ended.err
 
 
+UNLUCKY = """
+import atexit, errno, os, sys, torch, instep
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        if i == 30 and not os.path.exists("failed"):
+            open("failed", "w").close()
+            raise OSError(errno.ESTALE, "Stale file handle", "/data/shard-7")
+        return torch.full((4,), float(i))
+
+run = instep.Run("runs/mine")
+atexit.register(lambda: open(f"exit-{run.mesh.rank}", "w").close())
+model = instep.DataParallel(torch.nn.Linear(4, 1), run.mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+data = instep.Loader(Samples(), batch_size=16, micro_batch_size=4, shuffle=False, num_workers=1)
+for step in run.steps(4, model=model, optimizer=optimizer, data=data):
+    with step:
+        for micro_batch in model.micro_batches(data):
+            model(micro_batch.data).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_an_error_of_a_disk_costs_a_step_and_exit_hooks_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNLUCKY)
+    ended = run("-n", 2, cwd=tmp_path, script=script)
+    assert ended.code == 0, ended.err
+    assert "Stale file handle" in ended.err and len(recoveries(tmp_path / "runs" / "mine")) == 1
+    assert {path.name for path in tmp_path.glob("exit-*")} == {"exit-0", "exit-1"}
+
+
 def test_a_script_ends_with_its_own_code_and_is_told_that_it_has_no_run(tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text("import sys\nprint('here')\nsys.exit(3)\n")

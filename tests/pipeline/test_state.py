@@ -84,8 +84,8 @@ def test_its_state_dict_is_that_of_all_layers_and_fits_a_plain_optimizer(mesh: M
 @world(2, pp=2, dp=1)
 def test_stages_of_different_dtypes_load_what_they_have_saved(mesh: Mesh, tmp_path: Path) -> None:
     model = instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64)], mesh)
-    instep.save(tmp_path, model, step=1)
-    assert instep.load(tmp_path, model).step == 1
+    instep.save(tmp_path, step=1, model=model)
+    assert instep.load(tmp_path, model=model).step == 1
     model.close()
 
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_pat
     model = instep.Pipeline(gpt(), mesh, "1f1b", G)
     optimizer = sharded(model, mesh)
     train(model, optimizer)
-    instep.save(tmp_path, model, optimizer, step=STEPS)
+    instep.save(tmp_path, step=STEPS, model=model, optimizer=optimizer)
     expected = sha256(model, optimizer)
     optimizer.close()
     model.close()
@@ -107,14 +107,14 @@ def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_pat
     for early in (lambda: train(other, again), lambda: instep.full_state_dict(other)):
         with pytest.raises(ValueError, match=missing):
             early()
-    assert instep.load(tmp_path, other, again).step == STEPS
+    assert instep.load(tmp_path, model=other, optimizer=again).step == STEPS
     assert sha256(other, again) == expected
     train(other, again)
     other.close()
 
     replicas = instep.DataParallel(gpt(), process_group=mesh["dp"])
     third = sharded(replicas, mesh["dp"])
-    assert instep.load(tmp_path, replicas, third).step == STEPS
+    assert instep.load(tmp_path, model=replicas, optimizer=third).step == STEPS
     state = TrainingState(replicas, third)
     assert len(state.hashed()) > len(list(replicas.parameters()))
     third.close()

@@ -138,7 +138,7 @@ NAMED = "strategy 'server' is a wrapper of its own: use instep.ParameterServer"
 REFUSALS: list[tuple[str, Callable[[ParameterServer, Path], object]]] = [
     (r"a second gradient before step\(\)", second_gradient),
     (r"step\(\) without a gradient", lambda server, path: server.step()),
-    (INSTEAD, lambda server, path: instep.save(path, server, step=1)),
+    (INSTEAD, lambda server, path: instep.save(path, step=1, model=server)),
     (INSTEAD, lambda server, path: run(server, server, path)),
     (INSTEAD, lambda server, path: copy.deepcopy(server)),
     (TRAINS, lambda server, path: run(server.module, server, path)),

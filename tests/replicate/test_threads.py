@@ -147,7 +147,7 @@ DECLARE = body(lambda model, one: mean_square(model, one, 0))
 INSTEAD = "for comparison, without Run, checkpoints, copies: use instep.DataParallel"
 DROPOUT = "forward drew random numbers, .* use instep.DataParallel"
 REFUSALS: list[tuple[str, Callable[[], nn.Module], Callable[[ThreadedReplicas, Path], object]]] = [
-    (INSTEAD, Dense, lambda replicas, path: instep.save(path, replicas, step=1)),
+    (INSTEAD, Dense, lambda replicas, path: instep.save(path, step=1, model=replicas)),
     (INSTEAD, Dense, lambda replicas, path: next(iter(instep.Run(path).steps(1, model=replicas)))),
     (INSTEAD, Dense, lambda replicas, path: copy.deepcopy(replicas)),
     ("instep's ThreadedReplicas already", Dense, lambda replicas, path: instep.fully_shard(replicas)),

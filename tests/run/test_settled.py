@@ -78,10 +78,10 @@ def test_what_all_have_loaded_is_no_edit_of_the_one_that_had_written_before(
 ) -> None:
     loop = Loop(mesh, "bucketed")
     loop.step()
-    instep.save(tmp_path, loop.model, loop.optimizer, step=1)
+    instep.save(tmp_path, step=1, model=loop.model, optimizer=loop.optimizer)
     with torch.no_grad():
         if mesh.rank == 1:
             loop.module[0].bias.add_(1)
-    instep.load(tmp_path, loop.model, loop.optimizer)
+    instep.load(tmp_path, model=loop.model, optimizer=loop.optimizer)
     loop.step()
     assert compared == []

@@ -63,7 +63,11 @@ def hashes(directory: Path) -> list[str]:
     found = []
     for step in range(STEPS + 1):
         train(model, optimizer, range(step, step + 1))
-        found.append(verify(instep.save(directory / "alone", model, optimizer, step=step + 1)).state_sha256)
+        found.append(
+            verify(
+                instep.save(directory / "alone", step=step + 1, model=model, optimizer=optimizer)
+            ).state_sha256
+        )
     close(model)
     return found[STEPS - 1 :]
 
@@ -76,7 +80,7 @@ def on_ranks(size: int, kind: str) -> Any:
 def train_and_save(mesh: Mesh, kind: str, directory: Path) -> None:
     model, optimizer = make(kind, mesh, "a")
     train(model, optimizer, range(STEPS))
-    instep.save(directory, model, optimizer, step=STEPS)
+    instep.save(directory, step=STEPS, model=model, optimizer=optimizer)
     mesh.world.group.barrier("the test")
     close(optimizer, model)
 
@@ -84,9 +88,9 @@ def train_and_save(mesh: Mesh, kind: str, directory: Path) -> None:
 def load_and_go_on(mesh: Mesh, kind: str, directory: Path, expected: str) -> None:
     model, optimizer = make(kind, mesh, "other")
     train(model, optimizer, range(1))
-    assert instep.load(directory, model, optimizer).step == STEPS
+    assert instep.load(directory, model=model, optimizer=optimizer).step == STEPS
     train(model, optimizer, range(STEPS, STEPS + 1))
-    path = instep.save(directory / "again", model, optimizer, step=STEPS + 1)
+    path = instep.save(directory / "again", step=STEPS + 1, model=model, optimizer=optimizer)
     mesh.world.group.barrier("the test")
     assert verify(path).state_sha256 == expected
     close(optimizer, model)
@@ -110,16 +114,16 @@ def test_weights_alone_are_saved_and_loaded_also_from_a_checkpoint_with_moments(
     mesh: Mesh, kind: str, tmp_path: Path
 ) -> None:
     model, optimizer = make(kind, mesh, "a")
-    instep.save(tmp_path / "weights", model, step=5)
-    instep.save(tmp_path / "all", model, optimizer, step=6)
+    instep.save(tmp_path / "weights", step=5, model=model)
+    instep.save(tmp_path / "all", step=6, model=model, optimizer=optimizer)
     close(optimizer, model)
     for name in ("weights", "all"):
         mesh.world.group.barrier("the test")
         plain = tied("other")
-        instep.load(tmp_path / name, plain)
+        instep.load(tmp_path / name, model=plain)
         assert all_bits(plain.state_dict()) == all_bits(tied("a").state_dict())
         other, _ = make(kind, mesh, "other")
-        instep.load(tmp_path / name, other)
+        instep.load(tmp_path / name, model=other)
         assert all_bits(instep.full_state_dict(other)) == all_bits(plain.state_dict())
         close(other)
 
@@ -127,13 +131,13 @@ def test_weights_alone_are_saved_and_loaded_also_from_a_checkpoint_with_moments(
 @on_every_kind(2, STAGES)
 def test_another_model_is_rejected_by_all_and_nothing_changes(mesh: Mesh, kind: str, tmp_path: Path) -> None:
     model, _ = make(kind, mesh, "a")
-    instep.save(tmp_path, model, step=1)
+    instep.save(tmp_path, step=1, model=model)
     close(model)
     other = nn.Sequential(*tied("other"), filled(Scaled()))
     before = all_bits(other.state_dict())
     model, _ = KINDS[kind].make(other, mesh)
     mesh.world.group.barrier("the test")
     with pytest.raises(CheckpointRejected, match=r"4\."):
-        instep.load(tmp_path, model)
+        instep.load(tmp_path, model=model)
     assert all_bits(instep.full_state_dict(model)) == before
     close(model)

@@ -250,8 +250,8 @@ def test_a_graph_from_before_a_load_is_refused(mesh: Mesh, kind: str, tmp_path: 
         model = KINDS[kind].wrap(filled(net()), mesh, **KINDS[kind].options, **options)
         x = rows(f"on rank {mesh.rank}").to(options.get("compute_dtype"))
         loss = model(x).square().mean()
-        instep.save(tmp_path / str(number), model, step=0)
-        instep.load(tmp_path / str(number), model)
+        instep.save(tmp_path / str(number), step=0, model=model)
+        instep.load(tmp_path / str(number), model=model)
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*is at version"):
             loss.backward()
         model(x).square().mean().backward()
