@@ -58,16 +58,14 @@ class GradientShard(Tensor):
         if called in STAY_SHARDS or getattr(func, "__self__", None) is DATA:
             of = next((x for x in tree_leaves(args) if isinstance(x, cls)), None)
             if of is not None and type(made) is Tensor and made.shape == of.shape:
-                return _shard_of(made, of.instep_name, of.instep_peers, of.instep_is_part)
+                return gradient_shard(made, of.instep_name, of.instep_peers, is_part=of.instep_is_part)
         return made
 
 
-def gradient_shard(values: Tensor, name: str, peers: GradientPeers, *, is_part: bool) -> GradientShard:
+def gradient_shard(
+    values: Tensor, name: str, peers: weakref.ref[GradientPeers], *, is_part: bool
+) -> GradientShard:
     """``values``, which stay where they are, as the gradient of this rank's shard of parameter ``name``."""
-    return _shard_of(values, name, weakref.ref(peers), is_part)
-
-
-def _shard_of(values: Tensor, name: str, peers: weakref.ref[GradientPeers], is_part: bool) -> GradientShard:
     x: GradientShard = Tensor._make_subclass(GradientShard, values)
     x.instep_name, x.instep_peers, x.instep_is_part = name, peers, is_part
     return x
@@ -81,7 +79,7 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
         if owner is None or peers is None or not peers.cut:
             continue
         if p.grad is not None and not isinstance(p.grad, GradientShard):
-            p.grad = gradient_shard(p.grad, owner.name, peers, is_part=True)
+            p.grad = gradient_shard(p.grad, owner.name, weakref.ref(peers), is_part=True)
     return [p.grad for p in parameters if p.grad is not None]
 
 

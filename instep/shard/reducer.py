@@ -27,11 +27,10 @@ from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
-from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
 from instep.reduce.gradient_shard import GradientShard, gradient_shard
-from instep.reduce.header import NORM, UNSCALE, Header
+from instep.reduce.header import UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.owners import GradientPeers, entry
 from instep.shard import checks
@@ -44,8 +43,6 @@ from instep.shard.unit import Unit
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import Replica
 
-NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
-GRADIENT_NORM = "the gradient norm"
 OWN_HOOKS = 1  # which raises (sharding.py)
 
 
@@ -294,18 +291,8 @@ class SliceReducer(Reduction, GradientPeers):
         return [*kept, *self.reduce_scatter.staging.segments, *self.exchange.scratch]
 
     def square_sums(self, own: Sequence[float]) -> list[float]:
-        """As ``GradientPeers`` says: 8 bytes per block."""
-        data = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
-        group = self.ranks.shard_group
-        lengths = dict(zip(self.group.ranks, self.rendezvous(NORM, GRADIENT_NORM, [len(data)]), strict=True))
-        everyone: list[bytes] = []
-
-        def gather() -> None:
-            of_group = [lengths[rank][0] for rank in group.ranks]
-            everyone.extend(group.all_gather_bytes(data, GRADIENT_NORM, limit=NORM_BYTES, lengths=of_group))
-
-        self.lane.run(GRADIENT_NORM, gather).wait()
-        return [value for data in everyone for value in tensor_of(data, torch.float64).tolist()]
+        """As ``GradientPeers`` says; shard groups have the same."""
+        return self.all_square_sums(own if self.ranks.replica == 0 else ())
 
     def all_found_inf(self, found_inf: Tensor) -> None:
         """``found_inf`` is 1 on all ranks if it is on one. Collective: 4 bytes."""
@@ -343,7 +330,9 @@ class SliceReducer(Reduction, GradientPeers):
 
     def _set_gradient(self, i: int, values: Tensor) -> None:
         is_part = self.ranks.shard_group.size > 1
-        self.optimizer_parameters[i].grad = gradient_shard(values, self.names[i], self, is_part=is_part)
+        self.optimizer_parameters[i].grad = gradient_shard(
+            values, self.names[i], weakref.ref(self), is_part=is_part
+        )
 
     def drop_gradients(self) -> None:
         """Neither a shard nor a whole parameter has a gradient any more."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +28,16 @@ from torch.optim import Optimizer
 
 from instep.errors import Desync, PeerLost
 from instep.events import BATCH_NORM, Recorder, Span
-from instep.memory import bytes_of
+from instep.hook import weakly
+from instep.memory import bytes_of, tensor_of
 from instep.net.device import Stream
 from instep.net.lane import Lane, Work
 from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, Bundle, Caps
 from instep.reduce.exchange import OrderedAllReduce
-from instep.reduce.header import COMPARE, STATISTICS, Header
+from instep.reduce.header import COMPARE, NORM, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
+from instep.reduce.owners import GradientPeers, entry
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.input_digest import InputDigest
@@ -43,6 +46,8 @@ from instep.step.running_statistics import RunningStatistics
 from instep.step.unused_parameters import UnusedParameters
 
 _is_full = attrgetter("is_full")
+NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+GRADIENT_NORM = "the gradient norm"
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
 
@@ -120,6 +125,17 @@ class GradientGroups:
 ONE_GROUP = GradientGroups()
 
 
+class GroupPeers(GradientPeers):
+    """Of gradients that the ranks of ``group`` add up, where other ranks of the step have others."""
+
+    def __init__(self, reduction: Reduction, group: Group) -> None:
+        self._all_square_sums, self._group = weakly(reduction.all_square_sums), group
+
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        found: list[float] = self._all_square_sums(own if self._group.rank == 0 else ())
+        return found
+
+
 class Reduction(ABC):
     """Collects the gradients of ``parameters``, leaf by leaf; subclasses reduce the complete ones.
 
@@ -167,7 +183,10 @@ class Reduction(ABC):
         self.group = group
         self.bundling = groups
         self.data_ranks = self.bundling.data_ranks or range(group.size)
-        self.groups = [*dict.fromkeys([group, *self.bundling.of.values()])]  # all that are in use
+        self.groups = [*dict.fromkeys([group, *groups.of.values()])]  # all that are in use
+        self._peers = {its: GroupPeers(self, its) for its in groups.of.values()}
+        for i, its in groups.of.items():
+            entry(self.parameters[i]).peers = weakref.ref(self._peers[its])
         self.recorder = recorder
         self.options = options
         self.lane = Lane(
@@ -412,6 +431,16 @@ class Reduction(ABC):
         gather = partial(self.group.all_gather_bytes, data, operation, limit=limit, lengths=lengths)
         self.lane.run(operation, lambda: found.extend(gather())).wait()
         return found
+
+    def all_square_sums(self, own: Sequence[float]) -> list[float]:
+        """``own`` of all ranks: sums of squares of blocks of gradients, 8 bytes each. Collective.
+
+        Raises:
+            Desync, PeerLost: as ``rendezvous``.
+        """
+        data = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        found = self.exchange_bytes(NORM, GRADIENT_NORM, data, NORM_BYTES)
+        return [x for row in found for x in tensor_of(row, torch.float64).tolist()]
 
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer begins to use the gradients."""

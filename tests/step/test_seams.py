@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from instep.errors import Desync, ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group, alone
+from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.bucketed import Bucketed
 from instep.replicate.reducer import Reducer
 from instep.state.alignment import align
@@ -78,6 +79,11 @@ def over_dp(mesh: Mesh) -> Group:
     return mesh.along["dp"].duplicate()
 
 
+def clip(module: nn.Module) -> Tensor:
+    """The norm over the gradients of all ranks, each once."""
+    return clip_grad_norm_(module.parameters(), max_norm=1e9).float()
+
+
 COLUMNS = [(0, 2), (1, 3)]  # of dp(2) * tp(2)
 
 
@@ -89,6 +95,9 @@ def test_a_parameter_is_reduced_over_another_group_than_its_neighbour(mesh: Mesh
     column = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}[mesh.coordinates["tp"]]  # two micro-batches a rank
     assert torch.equal(model.module.dense.grad, mean("dense", [*range(G)], G))
     assert torch.equal(model.module.own.grad, mean("own", column, G))
+    norms = [mean("dense", [*range(G)], G).norm(), mean("own", [0, 1, 4, 5], G).norm()]
+    expected = torch.stack([*norms, mean("own", [2, 3, 6, 7], G).norm()]).norm()
+    torch.testing.assert_close(clip(model.module), expected)
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
     optimizer.step()
     optimizer.zero_grad()
