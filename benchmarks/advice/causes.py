@@ -11,7 +11,7 @@ STEPS = 20
 TEXT = Path(__file__).parents[2] / "instep"  # soon read
 COMMON = (
     *("--steps", str(STEPS), "--eval.every", "0", "--eval.windows", "8", "--checks.replicas-every", "0"),
-    *("--ledger.every", "0", "--timeout-s", "60", "--data", str(TEXT)),
+    *("--record.hash-every", "0", "--timeout-s", "60", "--data", str(TEXT)),
 )
 # On one host, 0.4 M parameters: there is hardly anything to exchange.
 SMALL = ("--batch.global-size", "32", "--batch.micro-size", "4")

@@ -153,7 +153,7 @@ def layout(seed: int, number: int) -> Layout:
     saved = draw.random() < 0.6
     if saved:
         every = str(SAVED_EVERY)
-        args += ["--checkpoint.every", every, "--eval.every", every, "--ledger.every", every]
+        args += ["--checkpoint.every", every, "--eval.every", every, "--record.hash-every", every]
     if ranks > 1 and draw.random() < 0.3:
         args += ["--min-ranks", str(draw.randint(1, ranks - 1))]
     steps = sorted(draw.sample(range(FIRST, LAST, 5), draw.randint(5, 8)))

@@ -119,7 +119,7 @@ def matrix() -> list[Row]:
 STEP = ("data", "forward", "backward", "exchange", "loss", "update")
 AFTER_STEP = ("ledger", "hash", "evaluate", "gather", "save")
 OF_RANK_0 = ("ledger", "hash", "save")
-OFTEN = (*SAVES, "--eval.every", str(EVERY), "--ledger.every", str(EVERY))
+OFTEN = (*SAVES, "--eval.every", str(EVERY), "--record.hash-every", str(EVERY))
 HIT = f"after step {AT}, from outside"
 GOES_ON = Run(RESUME, pauses=False)
 

@@ -40,7 +40,7 @@ def pipelined(seed: int, number: int) -> Layout:
     saved = draw.random() < 0.5
     if saved:
         every = str(SAVED_EVERY)
-        args += ["--checkpoint.every", every, "--eval.every", every, "--ledger.every", every]
+        args += ["--checkpoint.every", every, "--eval.every", every, "--record.hash-every", every]
     inside = [injected("kill", rank=draw.randrange(ranks), step=-1, phase=draw.choice(("join", "agree")))]
     steps = list(range(FIRST, LAST, APART))
     twice, *outside = draw.sample(steps, 1 + NUM_OUTSIDE)

@@ -46,7 +46,7 @@ def told(at: str) -> int:
     return TOLD.read_text().count(f'"{at}"')
 
 
-run = instep.Run("run", device=DEVICE, backend="gloo", deterministic=True)
+run = instep.Run("run", mesh={"device": DEVICE, "backend": "gloo", "deterministic": True})
 tell("before")
 device = run.mesh.device
 print("place", run.mesh.local_rank)  # on a CPU the device is known at once, and only this waits

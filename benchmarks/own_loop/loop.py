@@ -21,7 +21,7 @@ parser.add_argument("--out", type=Path, required=True)
 args = parser.parse_args()
 
 BATCH, CLASSES = 256, 16
-run = instep.Run(args.out / "run", checkpoint_every=0)
+run = instep.Run(args.out / "run", checkpoint={"every": 0})
 torch.manual_seed(0)
 
 

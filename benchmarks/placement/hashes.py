@@ -45,7 +45,7 @@ def placements() -> Iterator[tuple[str, dict[str, Any]]]:
     for stage in (1, 2, 3):
         yield f"stage {stage} shm 3", {"shard_stage": stage, "backend": "shm", "ranks": 3}
         yield f"stage {stage} gloo 2", {"shard_stage": stage, "backend": "gloo", "ranks": 2}
-        yield f"stage {stage} 2 x 2", {"shard_stage": stage, "shard_ranks": 2, "ranks": 4}
+        yield f"stage {stage} 2 x 2", {"shard_stage": stage, "shard": 2, "ranks": 4}
         yield f"stage {stage} killed", {"shard_stage": stage, "ranks": 3, "fault": KILLS}
     for schedule in NAMES:
         yield f"pp {schedule} 2", {"pp": 2, "schedule": schedule, "ranks": 2, "backend": "gloo"}

@@ -33,14 +33,14 @@ from torch.optim import AdamW
 
 import instep
 import instep.shm  # which makes the backend known
+from instep.bench.memory_usage import memory_usage
 from instep.bench.tables import markdown, write_between, write_json
 from instep.bench.variants import SHARD_STAGES, ShardStage, full_model, sharded_model
 from instep.bench.worlds import World, on_ranks
 from instep.checkpoint.state import TrainingState
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.models.config import GPTConfig, num_parameters
-from instep.recipes.memory_estimate import formula
-from instep.run.memory_usage import memory_usage
+from instep.plan.memory_estimate import formula
 from instep.shard.unit import Unit
 from instep.state.hash import SharedHash
 from instep.state.homes import homes

@@ -71,7 +71,7 @@ def measure(strategy: str, pairs: int, found: str) -> None:
     times: dict[str, list[float]] = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as folder:
         trace_files.record(
-            mesh.recorder, Path(folder), config.trace.events, {"boot": "", "world_size": world.size}
+            mesh.recorder, Path(folder), config.record.events, {"boot": "", "world_size": world.size}
         )
         for number in range(2 * (WARM_UP + pairs)):
             silent = number % 4 in (1, 2)  # A B B A: neither always follows the other

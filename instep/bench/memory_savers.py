@@ -27,7 +27,7 @@ from instep.bench.variants import Variant
 from instep.bench.workloads import Workload
 from instep.bench.worlds import on_ranks
 from instep.models.config import num_parameters
-from instep.recipes.memory_estimate import activation_bytes, block_bytes
+from instep.plan.memory_estimate import activation_bytes, block_bytes
 from instep.run.folder import SUMMARY
 from instep.run.jsonl import read_object
 from instep.shm.segment import available

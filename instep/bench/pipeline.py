@@ -45,7 +45,7 @@ from instep.pipeline.closed_forms import cost_s, is_exact
 from instep.pipeline.recorded import PipelineStep, recorded_actions
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, simulate
-from instep.recipes.memory_estimate import activation_bytes
+from instep.plan.memory_estimate import activation_bytes
 
 MS, MEGABYTE = 1e3, 1e6
 WEIGHTS_AND_GRADIENTS = 2

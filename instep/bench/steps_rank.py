@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.bench.hosts import INTERFACE
+from instep.bench.memory_usage import MemoryUsage, memory_usage
 from instep.bench.saved_bytes import saved_beside
 from instep.bench.thread_clock import ThreadClock, times_now
 from instep.bench.variants import (
@@ -54,9 +55,8 @@ from instep.bench.worlds import World
 from instep.events import Event
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.net.device import peak_bytes, synchronize
-from instep.recipes.memory_estimate import formula
+from instep.plan.memory_estimate import formula
 from instep.replicate.threads import ThreadedReplicas
-from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.timeline.intervals import total_ns, union
 
 DROPPED = 2

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from instep.models.config import GPTConfig, num_parameters, preset
-from instep.recipes.memory_estimate import activation_bytes
+from instep.plan.memory_estimate import activation_bytes
 
 TOKENS = 128
 VOCAB = 256  # bytes

@@ -498,19 +498,6 @@ def _optimizer_groups(model: nn.Module, optimizer: Optimizer | JoinedOptimizers)
     ]
 
 
-def option_fields(options: Json) -> dict[str, Json]:
-    """The options of each group that are no tensors, as flat fields to compare: ``optimizer.groups.0.betas``.
-
-    None of what is not what ``TrainingState.options`` says, which ``read`` rejects.
-    """
-    groups = options["groups"] if _is_saved_optimizer(options) else []
-    return {
-        f"optimizer.groups.{index}.{key}": value
-        for index, group in enumerate(groups)
-        for key, value in group["options"].items()
-    }
-
-
 def _parameter_names(model: nn.Module, optimizer: Optimizer | JoinedOptimizers) -> dict[Tensor, str]:
     """The name of each parameter of the optimizer, in the optimizer's order."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

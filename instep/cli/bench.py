@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, Union
 
 import tyro
 
@@ -27,50 +27,33 @@ Measure on this machine: results on stdout, progress on stderr.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
-AnyOptions = (
-    CollectivesOptions
-    | StepsOptions
-    | BucketsOptions
-    | ScalingOptions
-    | DataParallelOptions
-    | MemorySaversOptions
-    | PipelineOptions
-)
-Options = (
-    Annotated[CollectivesOptions, tyro.conf.subcommand("collectives")]
-    | Annotated[StepsOptions, tyro.conf.subcommand("steps")]
-    | Annotated[BucketsOptions, tyro.conf.subcommand("buckets")]
-    | Annotated[ScalingOptions, tyro.conf.subcommand("scaling")]
-    | Annotated[DataParallelOptions, tyro.conf.subcommand("data-parallel")]
-    | Annotated[MemorySaversOptions, tyro.conf.subcommand("memory-savers")]
-    | Annotated[PipelineOptions, tyro.conf.subcommand("pipeline")]
-)
-MODULES = {
-    CollectivesOptions: "instep.bench.collectives",
-    StepsOptions: "instep.bench.steps",  # over a link LINK
-    BucketsOptions: "instep.bench.buckets",
-    ScalingOptions: "instep.bench.scaling",
-    DataParallelOptions: "instep.bench.data_parallel",
-    MemorySaversOptions: "instep.bench.memory_savers",
-    PipelineOptions: "instep.bench.pipeline",
+OPTIONS = {
+    "collectives": CollectivesOptions,
+    "steps": StepsOptions,  # over a link LINK
+    "buckets": BucketsOptions,
+    "scaling": ScalingOptions,
+    "data-parallel": DataParallelOptions,
+    "memory-savers": MemorySaversOptions,
+    "pipeline": PipelineOptions,
 }
+MODULES = {kind: f"instep.bench.{word.replace('-', '_')}" for word, kind in OPTIONS.items()}
 LINK = "instep.bench.link"
 
 
-def parse(args: Sequence[str]) -> AnyOptions:
+def parse(args: Sequence[str]) -> Any:
     """The options that ``args`` ask for.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
     """
-    options: AnyOptions = tyro.cli(
-        Options,
+    kinds: Any = Union[tuple(Annotated[kind, tyro.conf.subcommand(word)] for word, kind in OPTIONS.items())]  # noqa: UP007
+    return tyro.cli(
+        kinds,
         prog=PROGRAM,
         description=DESCRIPTION,
         args=list(args) or ["--help"],
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )
-    return options
 
 
 def main(args: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from instep.cli.exit_codes import DONE, FAILED, report_error
-from instep.run.again import again, word
+from instep.run.again import again
 from instep.run.compare import BEFORE, Cause, Comparison, DifferingMicroBatch, FirstDifference, compare
 from instep.run.ledger import Fields, RecordedRun, placement_text, read_run
 
@@ -112,7 +112,7 @@ def _parted(a: RecordedRun, b: RecordedRun, parting: FirstDifference, *, is_expe
         settings = "what differs between them, above" if is_expected else _accepted(a, b, parting.step)
         yield from [f"cause: {settings}"] if settings else _how_to_learn_more(a, b, parting)
     else:
-        yield from _cause(parting.cause, word(a.path, "--ledger.every"))
+        yield from _cause(parting.cause)
 
 
 def _accepted(a: RecordedRun, b: RecordedRun, parted: int) -> str:
@@ -141,14 +141,14 @@ def _parameters(parting: FirstDifference) -> Iterator[str]:
     yield f"parameter: {_listed(parting.parameters)} ({number} step {parting.parameters_step} tells of)"
 
 
-def _cause(cause: Cause, every: str) -> Iterator[str]:
+def _cause(cause: Cause) -> Iterator[str]:
     said = "came into the step" if cause.part == BEFORE else cause.part
     yield f"cause: {said}: {cause.what}"
     if cause.parameters:
         yield f"   in {_listed(cause.parameters)}"
     yield from _shortened([_leaf(odd) for odd in cause.leaves])
     if cause.part == BEFORE and cause.leaves:
-        yield f"   run both again with {every} 1 to see after which step the state differs"
+        yield "   run both again with --record.hash-every 1 to see after which step the state differs"
 
 
 def _leaf(odd: DifferingMicroBatch) -> str:
@@ -166,8 +166,9 @@ def _how_to_learn_more(a: RecordedRun, b: RecordedRun, parting: FirstDifference)
     for run in (a, b):
         if parting.step not in run.reduced:
             beside = run.path.with_name(f"{run.path.name}-leaves")
-            command = again(run.path, beside, ("--stop-after", str(parting.step), "--ledger.leaves"))
-            yield f"   {command or f'instep.Run({str(beside)!r}, ledger_leaves=True) in its notebook'}"
+            command = again(run.path, beside, ("--stop-after", str(parting.step), "--record.leaves"))
+            notebook = f"instep.Run({str(beside)!r}, record={{'leaves': True}}) in its notebook"
+            yield f"   {command or notebook}"
     runs = [
         r.path if parting.step in r.reduced else r.path.with_name(f"{r.path.name}-leaves") for r in (a, b)
     ]

@@ -50,7 +50,7 @@ def report_error(
 
     One line for what a user can act on. A traceback, that of the rank which failed, comes before it where
     ``error`` is of none of the kinds that are ``expected`` to end a program, and always with
-    ``INSTEP_DEBUG=1``. Nothing is said of an error that another rank tells (``train.together``).
+    ``INSTEP_DEBUG=1``. Nothing is said of an error that another rank reports (``error.told``).
     """
     if getattr(error, "told", False):
         return exit_code(error)

@@ -13,9 +13,8 @@ from instep.cli.exit_codes import DONE, USAGE
 from instep.launch.signals import hear_stop_signals
 
 COMMANDS = {
-    "train": "train a recipe: a small GPT on text, images; the same bits on any number of ranks",
+    "train": "train a small GPT on text, with the same bits on any number of ranks",
     "run": "run a training script of your own on ranks that may die: instep run -n 4 train.py",
-    "new": "write a training script to start from: instep new train.py",
     "bench": "measure collectives, strategies, buckets, scaling, threads, memory savers",
     "show": "print a collective step by step: who sends what, and who holds what after each round",
     "report": "show where the time of a run went, on a page, as traces, in words",

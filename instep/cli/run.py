@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from instep import _HOMES as PUBLIC
-from instep.cli.exit_codes import EXPECTED, USAGE, exit_code, report_error
+from instep.cli.exit_codes import EXPECTED, exit_code, report_error
 from instep.errors import InstepError
 from instep.launch.launch_environment import detect
 from instep.launch.rank_exit import RankFailed
+from instep.run import flags
+from instep.run.settings import RunConfig
+from instep.run.toml import check
 
 PROGRAM = "instep run"
 OF_SCRIPTS = (InstepError, KeyboardInterrupt)  # which need no traceback; its author looks for all others
 DESCRIPTION = """\
-Run a training script of your own, which makes an instep.Run, on ranks of this host. When one dies another
-takes its place, and the step is made again with the same bits. What follows SCRIPT is the script's own.
+    instep run [OPTIONS] SCRIPT [ARGS ...]
+    instep run [OPTIONS] -m MODULE [ARGS ...]
+
+Run a training script that makes an instep.Run, on ranks of this host. A rank that dies is replaced, and the
+step is retried with the same bits. Everything after SCRIPT or MODULE belongs to the script. A setting that
+is given here overrides the script's instep.Run; the defaults shown are those of instep.Run.
 
 Under torchrun, Slurm or mpirun the script needs no command: start it as it is.
 
@@ -28,71 +36,9 @@ else what the script ends with.\
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The words of the command."""
-    words = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage="%(prog)s [OPTIONS] SCRIPT [ARGS ...]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_words(words)
-    words.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
-    words.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
-    return words
-
-
-def add_words(words: argparse.ArgumentParser) -> None:
-    """Those that say how a script is run, whichever it is."""
-    words.add_argument(
-        "-n", "--ranks", type=int, default=0, metavar="N", help="processes; 0: one per GPU, or per core"
-    )
-    words.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="the run's folder, whatever the script says"
-    )
-    words.add_argument("--resume", action="store_true", help="go on with the run that is in the folder")
-    words.add_argument(
-        "--min-ranks", type=int, default=0, metavar="N", help="go on with so few until a lost one is replaced"
-    )
-    words.add_argument(
-        "--stop-after", type=int, default=0, metavar="STEP", help="end, to be resumed, after STEP"
-    )
-    words.add_argument(
-        "--accept-contract",
-        action="store_true",
-        help="go on although script, arguments, libraries or processor have changed",
-    )
-    words.add_argument(
-        "--check-every", type=int, default=0, metavar="N", help="make one step in N twice, and compare"
-    )
-    words.add_argument(
-        "--leaves", action="store_true", help="for instep compare: hash the gradient of each micro-batch"
-    )
-    words.add_argument(
-        "--ledger-every", type=int, default=0, metavar="N", help="for instep compare: hash the state so often"
-    )
-    words.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="threads per rank, whatever the script says",
-    )
-    words.add_argument(
-        "--timeout-s",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="the longest that a rank may keep others waiting, whatever the script says (300)",
-    )
-    words.add_argument(
-        "--fault",
-        action="append",
-        default=[],
-        metavar="KIND:KEY=VALUE,...",
-        help="inject a fault: kill:rank=1,step=12,phase=exchange; several may be given",
-    )
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(flags.LaunchFlags, RunConfig):
+    """The settings of a run, as flags."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -100,12 +46,56 @@ def main(args: Sequence[str]) -> int:
     speaks = True
     try:
         speaks = detect(os.environ).local_rank == 0
-        return run_script(parser().parse_args(args))
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else USAGE
+        end = flags.split(RunFlags(), args)
+        own, rest = args[:end], args[end:]
+        config = flags.parse(RunFlags(), own, program=PROGRAM, description=DESCRIPTION, quiet=not speaks)
+        check(config)
+        path, module, arguments = named(rest)
+        preload()
+        from instep.net.device import num_gpus
+        from instep.run.launch_script import launch_script
+        from instep.run.script import ScriptCall
+
+        call = ScriptCall(path=path, module=module, arguments=arguments, given=flags.given(config, own))
+        ranks = config.ranks or num_gpus() or len(os.sched_getaffinity(0))
+        return launch_script(call, replace(config, ranks=ranks))
     except (Exception, KeyboardInterrupt) as error:
         expected = OF_SCRIPTS if _is_of_script(error) else EXPECTED
         return report_error(PROGRAM, error, expected) if speaks else exit_code(error)
+
+
+def named(words: Sequence[str]) -> tuple[Path, str, tuple[str, ...]]:
+    """The file, the module ("" for a script), and the arguments that ``words``, SCRIPT and the rest, name.
+
+    Raises:
+        ValueError: there is no such script or module.
+    """
+    words = words[1:] if words[:1] == ["--"] else words
+    if words[:1] == ["-m"] and len(words) > 1:
+        return _file_of(words[1]), words[1], tuple(words[2:])
+    if not words or words[0] == "-m":
+        raise ValueError("no script: expected a Python file, or -m and a module: instep run -n 4 train.py")
+    path = Path(words[0])
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "not there"
+        raise ValueError(f"{path} is {kind}: expected a Python script: instep run -n 4 train.py")
+    return path, "", tuple(words[1:])
+
+
+def _file_of(module: str) -> Path:
+    """The file that ``python -m MODULE`` runs."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{module}.__main__")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"-m {module}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        raise ValueError(f"-m {module}: expected a module, or a package with a __main__.py")
+    return Path(found.origin)
 
 
 def _is_of_script(error: BaseException) -> bool:
@@ -115,32 +105,6 @@ def _is_of_script(error: BaseException) -> bool:
     frames = (frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
     script = "__main__", sys.argv[0]
     return any((names.get("__name__"), names.get("__file__")) == script for names in frames)
-
-
-def run_script(given: argparse.Namespace) -> int:
-    """Run the script that was ``given``, as the words of the command say; its exit code."""
-    _require_sane(given)
-    preload()
-    from instep.net.device import num_gpus
-    from instep.run.launch_script import launch_script
-    from instep.run.script import ScriptCall
-
-    call = ScriptCall(
-        path=given.script,
-        arguments=tuple(given.arguments),
-        run_dir=given.run_dir,
-        resume=given.resume,
-        accept_contract=given.accept_contract,
-        stop_after=given.stop_after,
-        check_every=given.check_every,
-        leaves=given.leaves,
-        ledger_every=given.ledger_every,
-        fault=tuple(given.fault),
-        threads=given.threads,
-        timeout_s=given.timeout_s,
-    )
-    ranks = given.ranks or num_gpus() or len(os.sched_getaffinity(0))
-    return launch_script(call, ranks=ranks, min_ranks=given.min_ranks)
 
 
 def preload(*modules: str) -> None:
@@ -153,14 +117,3 @@ def preload(*modules: str) -> None:
         from instep.launch.launch import warm
 
         warm("instep.run.script", *dict.fromkeys(PUBLIC.values()), *modules)
-
-
-def _require_sane(given: argparse.Namespace) -> None:
-    if not given.script.is_file():
-        kind = "a folder" if given.script.is_dir() else "not there"
-        raise ValueError(f"{given.script} is {kind}: expected a Python script: instep run -n 4 train.py")
-    for name in ("ranks", "min_ranks", "stop_after", "check_every", "ledger_every"):
-        if getattr(given, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected 0 or more")
-    if given.threads < 0 or given.timeout_s < 0:
-        raise ValueError("expected --threads of 1 or more, and --timeout-s above 0")

@@ -37,7 +37,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import isqrt
 
-__all__ = ["micro_batch_indices", "sample_at"]
+__all__ = ["sample_at"]
 
 # Luby and Rackoff's four rounds are enough for wide digits only: the orders of ten samples are visibly
 # uneven over many epochs with four, hardly with eight. A call costs about 4 microseconds.
@@ -64,20 +64,6 @@ def sample_at(position: int, num_samples: int, seed: int) -> int:
         index = feistel(index, base, keys)
         if index < num_samples:
             return index
-
-
-def micro_batch_indices(
-    num_samples: int, *, step: int, leaf: int, num_leaves: int, micro_size: int, seed: int
-) -> list[int]:
-    """The samples of micro-batch ``leaf`` of ``step``, in their order; ``ValueError`` for a place outside."""
-    if micro_size < 1:
-        raise ValueError(f"expected micro_size >= 1, got {micro_size}")
-    if step < 0:
-        raise ValueError(f"expected step >= 0, got {step}: steps are counted from 0")
-    if not 0 <= leaf < num_leaves:
-        raise ValueError(f"expected 0 <= leaf < num_leaves({num_leaves}), got {leaf}: count leaves from 0")
-    start = (step * num_leaves + leaf) * micro_size
-    return [sample_at(position, num_samples, seed) for position in range(start, start + micro_size)]
 
 
 @lru_cache(maxsize=64)

@@ -27,8 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from instep.data.rows import take_rows
-
 __all__ = ["ByteText", "TextSplits", "next_tokens", "open_text"]
 
 MAX_BLOCK_BYTES = 64 * 1024
@@ -111,6 +109,19 @@ def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSp
         ByteText(train, context, f"{name} ({100 - percent:g}% of {size}, to train on)"),
         ByteText(rest, context, f"{name} ({percent:g}% of {size}, held out)"),
     )
+
+
+def take_rows(source: Tensor, indices: Sequence[int]) -> Tensor:
+    """``source[indices]`` along dim 0, a copy; ``IndexError`` for an index outside.
+
+    A view would begin wherever its rows lie, and off a 16-byte boundary the CPU's matrix kernels take another
+    path, which gives other bits.
+    """
+    num_rows = source.shape[0]
+    for index in indices:
+        if not 0 <= index < num_rows:
+            raise IndexError(f"expected 0 <= index < {num_rows} samples, got {index}")
+    return source.index_select(0, torch.tensor(indices, dtype=torch.int64, device=source.device))
 
 
 def next_tokens(windows: Tensor) -> tuple[Tensor, Tensor]:

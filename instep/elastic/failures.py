@@ -1,7 +1,7 @@
 """Failures of workers, when a run that keeps failing shall end, and how long a recovery took.
 
 A failure that comes back at the same place is not a machine's. What ends a run: five failures in a row
-without a step in between, the same exception twice at the same step, or on all ranks before any step is made.
+with no completed step, the same exception twice at the same step, or on all ranks before any step is made.
 Several workers that fail in one generation, in which one has pulled the others down, count once.
 """
 
@@ -97,7 +97,7 @@ class RetryLimit:
         if len({f.attempt for f in everywhere}) >= MAX_IN_A_ROW:
             raise RunFailed(f"the same exception came {MAX_IN_A_ROW} times, step after step:", everywhere)
         if len({f.attempt for f in self.in_a_row}) >= MAX_IN_A_ROW:
-            raise RunFailed(f"{MAX_IN_A_ROW} failures in a row, without a step in between:", self.in_a_row)
+            raise RunFailed(f"{MAX_IN_A_ROW} failures in a row with no completed step:", self.in_a_row)
 
     def like(self, failure: Failure) -> list[Failure]:
         """The same exception, of other ranks of its generation."""

@@ -1,6 +1,5 @@
 """Faults on purpose: what happens to machines and programs, injected by name, rank, step and phase.
 
-    Faults().kill(rank=1, step=3, phase="exchange").stop(rank=0, step=5).specs
     instep train --fault kill:rank=1,step=3,phase=exchange --fault stop:rank=0,step=5
 
 A step enters a phase again and again, as for each micro-batch, and "script" whenever it comes back from
@@ -11,7 +10,7 @@ remembers. Without a supervisor it happens once per process. (nan: each time. sl
 each.) To resize is the supervisor's part: the rank waits in its phase until that has noticed, so that with
 fewer ranks this is the last step of the old ones.
 
-What bad memory or arithmetic does to numbers is here, too. ``flip_bit`` and ``poison`` write past autograd's
+What bad memory or arithmetic does to numbers is here, too. ``flip_bit`` writes past autograd's
 version counter, as broken memory would: torch sees nothing. ``poison_gradients`` leaves all tensors alone and
 makes a backward go wrong.
 """
@@ -74,24 +73,6 @@ class Fault:
             if getattr(self, field.name) != getattr(default, field.name)
         ]
         return f"{self.kind}:{','.join(given)}" if given else self.kind
-
-
-class Faults:
-    """A list of faults to inject, built by name; ``specs`` is what ``--fault`` takes."""
-
-    def __init__(self, faults: Sequence[Fault] = ()) -> None:
-        self.faults = tuple(faults)
-
-    def __getattr__(self, kind: str) -> Callable[..., Faults]:
-        kind = kind.removesuffix("_")  # Faults().raise_()
-        if kind not in KINDS:
-            raise AttributeError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
-        return lambda **options: Faults([*self.faults, Fault(kind, **options)])
-
-    @property
-    def specs(self) -> tuple[str, ...]:
-        """As the command line takes them."""
-        return tuple(map(str, self.faults))
 
 
 def parse(spec: str) -> Fault:
@@ -281,17 +262,6 @@ def flip_bit(tensor: Tensor, index: int = 0, bit: int = 20) -> None:
     if bit == 8 * width - 1:
         mask = -mask  # the sign bit of two's complement
     _element(tensor, index).view(INTEGERS[width]).bitwise_xor_(mask)
-
-
-def poison(tensor: Tensor, index: int = 0) -> None:
-    """Make element ``index`` of ``tensor``, in logical order, nan, in place.
-
-    Raises:
-        ValueError: there is no such element, or its dtype has no nan.
-    """
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        raise ValueError(f"expected floating-point or complex numbers, got {tensor.dtype}, which has no nan")
-    _element(tensor, index).fill_(torch.nan)
 
 
 def poison_gradients(parameter: Tensor) -> RemovableHandle:

@@ -162,7 +162,7 @@ class Supervisor:
                 self._handle_exits(ended)
             if self.asked and not self.page.stop:
                 self.page.stop = True
-                text = "ending after this step, with a checkpoint; once more ends at once"
+                text = "stopping after this step, with a checkpoint; a second signal stops at once"
                 self.options.say(f"{self.asked[0]}: {text}")
             if time.monotonic() - self._looked >= LOOK_S:
                 self._look()
@@ -177,7 +177,7 @@ class Supervisor:
         for number, fault in enumerate(self.options.faults):
             happens_once = fault.kind != "nan" and fault.steps == 1
             if happens_once and not self.page.fired(number):
-                self.options.say(f"--fault {fault} did not happen: the run did not come to it")
+                self.options.say(f"--fault {fault} not triggered: its step or phase was never reached")
 
     def _receive(self, worker: Worker, message: Message) -> None:
         match message["say"]:
@@ -194,6 +194,8 @@ class Supervisor:
                     self._give_places()
                 else:  # it replaces a rank that was lost meanwhile
                     worker.give_place(worker.place)
+            case "deadline":  # of the script, which the command may not know
+                self.options = replace(self.options, timeout_s=message["seconds"])
             case "snapshot":
                 generation, rank = message["generation"], message["rank"]
                 self._snapshots.add(SnapshotHandle(message["place"], generation, rank, message["num_ranks"]))
@@ -400,11 +402,13 @@ class Supervisor:
             self._start()
         except OSError as error:
             self._spares_lost = MAX_SPARES_LOST
-            self.options.say(f"no spare: {error}; a rank that is lost has to wait for a new process")
+            self.options.say(f"no spare: {error}; a lost rank will wait for a new process")
 
     def _begin_generation(self) -> None:
         """Assign the ranks of the next generation, if all its members are ready."""
-        if ended := [worker.rank for worker in self.members if worker.finished is not None]:
+        ended = [worker.rank_or_number for worker in self.members if worker.finished is not None]
+        # Before they meet they run on their own, and may all end without a loop.
+        if ended and (self.generation or all(w.ready or w.finished is not None for w in self.members)):
             raise RunFailed(
                 f"rank {ended[0]} has ended, and others go on: let all ranks end after the same step",
                 self.retries.in_a_row,

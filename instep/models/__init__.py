@@ -1,4 +1,4 @@
-"""Small models to train and test with: a decoder-only transformer and a convolutional network.
+"""The decoder-only transformer that the text recipe trains.
 
 Any ``torch.nn.Module`` trains; two things that these declare let instep keep the bits of any placement:
 

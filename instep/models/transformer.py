@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from instep.models.config import GPTConfig, num_parameters
-from instep.models.weights import fill_normal
 
 __all__ = ["GPT", "Attention", "Block", "Embedding", "FeedForward", "GPTConfig", "Head", "num_parameters"]
 
@@ -173,3 +172,15 @@ class GPT(nn.Module):
             fill_normal(parameter, INIT_STD / (2 * self.config.layers) ** 0.5, generator)
         else:
             fill_normal(parameter, INIT_STD, generator)
+
+
+@torch.no_grad()
+def fill_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """Fill ``parameter`` in place from N(0, std**2).
+
+    The numbers are drawn into a new contiguous float32 tensor on the generator's device and then copied:
+    drawn in place, a transposed layout would get them in another order, and a GPU another stream.
+    """
+    device = generator.device
+    drawn = torch.randn(parameter.shape, generator=generator, device=device, dtype=torch.float32)
+    parameter.copy_(drawn.mul_(std))

@@ -107,8 +107,8 @@ class Pipeline(WrappedOnce, ModuleProxy):
         ... )
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-        >>> len(losses), model.step_mode, model.placement
-        (8, 'declared', {'strategy': 'bucketed', 'pp': 1, 'schedule': 'zb-h1', 'cuts': []})
+        >>> len(losses), model.step_mode, model.placement["schedule"], model.placement["cut_by"]
+        (8, 'declared', 'zb-h1', 'layers')
     """
 
     __module__ = "instep"
@@ -469,10 +469,12 @@ class Pipeline(WrappedOnce, ModuleProxy):
 
     @property
     def placement(self) -> dict[str, Any]:
-        """How ranks share a step: "strategy", "pp" (ranks of a pipeline), "schedule" and "cuts"."""
+        """How ranks share a step: "strategy", "pp" (ranks of a pipeline), "schedule", "cut_by" (the argument
+        ``cuts``) and "cuts" (where that cuts it)."""
         name = self.schedule if self.schedule in schedules.NAMES else "own"
         cuts = self._edges[1:-1]
-        return {"strategy": self._strategy, "pp": self._pp_group.size, "schedule": name, "cuts": cuts}
+        placed = {"strategy": self._strategy, "pp": self._pp_group.size, "schedule": name}
+        return {**placed, "cut_by": self._cuts, "cuts": cuts}
 
     @property
     def step_mode(self) -> str | None:

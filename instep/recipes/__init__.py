@@ -1,1 +1,1 @@
-"""What is trained: scripts on public names, which bring a model, data, a loss and a loop."""
+"""The training script that the package ships: a small GPT on text, on public names."""

@@ -11,7 +11,7 @@ loop, and how good it is on text that was held out. Its settings are in ``text_c
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from instep.recipes.text_config import (
     Config,
     OptimConfig,
     learning_rate,
-    run_options,
+    numerical,
     schedule_of,
 )
 from instep.recipes.text_options import parse_script
@@ -151,7 +151,20 @@ def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -
 
 def main(config: Config) -> None:
     """Train as ``config`` says."""
-    run = instep.Run(config.run_dir, **run_options(config))  # joins who has started this process, or is alone
+    counted = {"items": "tokens", "items_per_step": config.batch.global_size * config.model.context}
+    run = instep.Run(  # joins the ranks of whatever started this process, or is alone
+        config.run_dir,
+        seed=config.seed,
+        mesh=config.parallel,
+        checkpoint=config.checkpoint,
+        checks=config.checks,
+        record={**asdict(config.record), **counted, "loss_unit": "nats per byte"},
+        timeout_s=config.timeout_s,
+        config=replace(config, resume=False, accept_contract=False),  # from which a new run may begin
+        contract=numerical(config),
+        resume=config.resume,
+        accept_contract=config.accept_contract,
+    )
     text = open_text(config.data, config.model.context)
     sizes = config.batch.global_size, config.batch.micro_size
     data = instep.Loader(text.train, *sizes, seed=config.seed, collate_fn=torch.stack)
@@ -163,7 +176,7 @@ def main(config: Config) -> None:
         every=config.eval.every,
     )
     for step in run.steps(config.steps):  # goes on where the newest state is
-        with step:  # what a lost rank breaks in here is made again, by all
+        with step:  # if a rank dies in here, all ranks retry the step
             losses = declared_step(model, net, data, config, run.mesh)
             if config.optim.clip:
                 instep.clip_grad_norm_(net.parameters(), config.optim.clip)

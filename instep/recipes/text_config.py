@@ -10,62 +10,20 @@ others say where and how the same work is done, and must not.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
 from instep.pipeline import schedules
 from instep.pipeline.cuts import BY, edges_at
-from instep.recipes.ranges import (
-    ABOVE_0,
-    BELOW_1,
-    FROM_0,
-    FROM_2,
-    SHARD_RANKS,
-    STAGES,
-    UP_TO_1,
-    check_settings,
-)
 from instep.run import toml
-from instep.run.settings import CheckpointConfig, ChecksConfig, LedgerConfig, LogsConfig, TraceConfig
-from instep.run.toml import scalars
+from instep.run.settings import CheckpointConfig, Count, MeshConfig, Positive, RunConfig
+from instep.run.toml import ABOVE_0, BELOW_1, FROM_0, UP_TO_1, scalars
 
-RANGES = {  # GPTConfig checks the numbers of the model
-    "ranks": FROM_0,
-    "min_ranks": FROM_0,
-    "steps": ABOVE_0,
-    "seed": FROM_0,
-    "stop_after": FROM_0,
-    "timeout_s": ABOVE_0,
-    "batch.global_size": ABOVE_0,
-    "batch.micro_size": ABOVE_0,
-    "optim.lr": ABOVE_0,
-    "optim.warmup_steps": FROM_0,
-    "optim.min_lr_ratio": UP_TO_1,
-    "optim.clip": FROM_0,
-    "optim.weight_decay": FROM_0,
-    "optim.betas": BELOW_1,
-    "optim.momentum": BELOW_1,
-    "parallel.bucket_mb": ABOVE_0,
-    "parallel.threads": ABOVE_0,
-    "parallel.pp": ABOVE_0,
-    "parallel.chunks": FROM_0,
-    "parallel.shard_stage": STAGES,
-    "parallel.shard_ranks": SHARD_RANKS,
-    "checkpoint.every": FROM_0,
-    "checkpoint.keep": FROM_2,
-    "eval.every": FROM_0,
-    "eval.windows": ABOVE_0,
-    "checks.max_skipped": FROM_0,
-    "checks.spike": FROM_0,
-    "checks.skip_steps": FROM_0,
-    "checks.replicas_every": FROM_0,
-    "checks.leaves_every": FROM_0,
-    "ledger.every": FROM_0,
-    "trace.events": FROM_0,
-}
+STAGES = toml.Range("0, 1, 2 or 3", lambda number: number in range(4))
 
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
@@ -88,18 +46,18 @@ class ModelConfig:
     layers: int
     """Number of transformer blocks."""
     width: int
-    """Length of the vector that stands for a byte between the blocks (d_model)."""
+    """Width of the residual stream (d_model)."""
     heads: int
     """Number of attention heads; width is a multiple of it."""
     context: int
-    """Number of bytes that attend to each other."""
+    """Bytes of a window."""
     dropout: float = 0.0
-    """Share of the activations that is zeroed in training."""
+    """Dropout probability."""
     tied: bool = True
-    """Use the embedding's weights in the output layer, too."""
+    """Tie the output layer's weights to the embedding's."""
     checkpoint: bool = False
-    """Compute each block again in backward instead of keeping its activations: less memory, more time, the
-    same bits."""
+    """Recompute each block in backward instead of keeping its activations: less memory, more time, the same
+    bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +65,9 @@ class BatchConfig:
     """How a step's samples are cut: into global-size / micro-size micro-batches, whose gradients are summed
     in a fixed order."""
 
-    global_size: int
+    global_size: Positive
     """Samples per optimizer step, over all ranks."""
-    micro_size: int
+    micro_size: Positive
     """Samples per forward and backward."""
 
 
@@ -119,68 +77,51 @@ class OptimConfig:
 
     name: Literal["adamw", "sgd"] = "adamw"
     """The optimizer."""
-    lr: float
+    lr: Annotated[float, ABOVE_0]
     """Learning rate after warm-up."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """How the learning rate goes on after warm-up, until the last of --steps."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly."""
-    min_lr_ratio: float = 0.1
-    """Where the cosine ends, as a share of lr."""
-    clip: float = 1.0
+    """Learning rate after warm-up, until the last of --steps."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    min_lr_ratio: Annotated[float, UP_TO_1] = 0.1
+    """Last learning rate of the cosine, as a share of lr."""
+    clip: Annotated[float, FROM_0] = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, FROM_0] = 0.1
     """Decoupled in adamw, added to the gradient in sgd; vectors (norms, biases) are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments of adamw."""
-    momentum: float = 0.9
+    betas: Annotated[tuple[float, float], BELOW_1] = (0.9, 0.95)
+    """Decay rates of the two moments of adamw."""
+    momentum: Annotated[float, BELOW_1] = 0.9
     """Momentum of sgd."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(MeshConfig):
     """How the ranks share a step. Only ordered, nodes, rounding and threads may change the bits."""
 
     strategy: Literal["naive", "flat", "overlap", "bucketed"] = "bucketed"
-    """How gradients get from the micro-batches to every rank."""
-    bucket_mb: float = 25.0
+    """When, and in which pieces, gradients are reduced."""
+    bucket_mb: Annotated[float, ABOVE_0] = 25.0
     """Size of a bucket of the bucketed strategy, in 2**20 bytes."""
     ordered: bool = True
-    """Add in the order of the fixed tree; off: the backend's all-reduce, in whatever order it adds."""
+    """Add in the order of the sum tree; off: the backend's all-reduce."""
     nodes: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What every sum of the fixed tree is rounded to, and travels in: 4, 2 or 1 byte per weight. The same
-    bits on any ranks, others than in float32."""
+    """Format of the tree's sums, in memory and in messages: 4, 2 or 1 byte per weight."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How smaller nodes are rounded; stochastic is right on average, by random bits that are keyed."""
-    backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
-    """What carries messages; auto takes nccl where every rank has a GPU, else shm where all ranks share a
-    host, else gloo."""
-    device: str = "auto"
-    """cpu; cuda, a GPU per rank; or cuda:0, one GPU for all ranks, over gloo. auto takes cuda where there are
-    GPUs and the backend can use them."""
-    threads: int = 1
-    """Threads per rank on a CPU."""
-    shard_stage: int = 0
-    """What is divided among the ranks instead of kept by each: 0 nothing, 1 the optimizer's state, 2 the
-    gradients too, 3 the weights too. From 2 on, gradients travel block by block."""
-    shard_ranks: int = 0
-    """How many ranks form a shard group, which divides among its ranks what shard-stage says; every group has
-    all of it. 0: all ranks are one group. Best is the number of ranks per host."""
-    pp: int = 1
-    """How many ranks a pipeline has, each with some of the layers; there are ranks / pp pipelines."""
+    """How smaller nodes are rounded; stochastic is unbiased, by keyed random bits."""
+    shard_stage: Annotated[int, STAGES] = 0
+    """Sharding among the ranks: 0 none, 1 optimizer state, 2 gradients too, 3 weights too. From 2 on,
+    gradients travel block by block."""
     schedule: str = "1f1b"
-    """In which order the ranks of a pipeline make forwards and backwards of their micro-batches: naive,
-    gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; or the path of a text file, a row of actions per rank."""
-    chunks: int = 0
-    """Stages per rank, with interleaved; 0: as the schedule has them, two with interleaved."""
+    """Order of a pipeline's forwards and backwards: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; or
+    a text file with a row of actions per rank."""
+    chunks: Count = 0
+    """Stages per rank, with interleaved; 0: two."""
     cuts: str = "layers"
     """Where a pipeline is cut: layers, as many in each stage; cost, as many parameters; or the first layers
     of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
-
-    @property
-    def named_device(self) -> str | None:
-        """The device, or None where it was to be chosen."""
-        return None if self.device == "auto" else self.device
+    deterministic: bool = True
+    """On GPUs, set what the same bits need before CUDA starts; CPUs need nothing."""
 
     @property
     def numbered_cuts(self) -> str | list[int]:
@@ -198,63 +139,34 @@ class ParallelConfig:
                 f"parallel.cuts {self.cuts!r}: expected one of {', '.join(BY)}, or numbers such as 3,5"
             ) from None
 
-    @property
-    def named_backend(self) -> str | None:
-        """The backend, or None where it is to be chosen."""
-        return None if self.backend == "auto" else self.backend
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """How the loss on held-out text is measured; it has no effect on the weights."""
 
-    every: int = 100
-    """Steps between two evaluations; 0 evaluates before the first step and after the last only."""
-    windows: int = 64
+    every: Count = 100
+    """Steps between two evaluations; 0: before the first step and after the last only."""
+    windows: Positive = 64
     """Windows of held-out text per evaluation, each as long as the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RunConfig):
     """A whole run of the text recipe."""
 
-    ranks: int = 0
-    """Ranks (processes) to start on this host; 0: one per core, but no more than there are micro-batches.
-    Where torchrun, Slurm or mpirun has started the ranks, there are as many as it says."""
-    steps: int
+    steps: Positive
     """Optimizer steps of the whole run; the learning rate's schedule ends there."""
-    seed: int = 0
-    """Key of the initial weights, the order of the data, and dropout."""
-    run_dir: Path | None = None
-    """Where the run is recorded; by default a new folder in runs/."""
-    resume: bool = False
-    """Continue the run in --run-dir, with its config, from its newest checkpoint that verifies."""
-    accept_contract: bool = False
-    """Resume although the bits may not be those of one run: settings have changed (more steps, say), or the
-    machine; the ledger says where."""
-    min_ranks: int = 0
-    """Go on with as few as this many when a rank dies, until it is back; 0: wait for another in its place."""
-    fault: tuple[str, ...] = ()
-    """Faults to inject, to watch a recovery: kill:rank=1,step=12,phase=exchange, or a slow rank:
-    slow:rank=1,step=20,steps=100,phase=data,seconds=0.03"""
-    stop_after: int = 0
-    """Stop cleanly after this step with a checkpoint, as a time limit would; --resume continues. 0: go on."""
+    seed: Count = 0
+    """Seed of the initial weights, the order of the data, and dropout."""
     data: Path | None = None
     """A file or folder of text; by default the source files of Python's standard library."""
     autocast: Literal["off", "bf16"] = "off"
     """Precision of the forward's matrix products; weights and gradients stay float32."""
-    timeout_s: float = 300.0
-    """Longest that a rank waits for another, in seconds, before the run ends and names it."""
     model: ModelConfig
     batch: BatchConfig
     optim: OptimConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    checks: ChecksConfig = field(default_factory=ChecksConfig)
-    ledger: LedgerConfig = field(default_factory=LedgerConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
-    logs: LogsConfig = field(default_factory=LogsConfig)
 
     @property
     def num_leaves(self) -> int:
@@ -264,7 +176,7 @@ class Config:
 
 def validate(config: Config) -> None:
     """Raise ``ValueError``, naming the setting and the fix, for a config that cannot be run."""
-    check_settings(config, RANGES)
+    toml.check(config)
     try:
         GPTConfig(**asdict(config.model))
     except ValueError as error:
@@ -288,41 +200,6 @@ def numerical(config: Config) -> dict[str, Scalar]:
     return found
 
 
-def run_options(config: Config) -> dict[str, Any]:
-    """What ``instep.Run`` is to be told beside the run directory."""
-    checks, logs = config.checks, config.logs
-    return {
-        # A new run may begin from what is written down of this one.
-        "config": replace(config, resume=False, accept_contract=False),
-        "contract": numerical(config),
-        "seed": config.seed,
-        "resume": config.resume,
-        "accept_contract": config.accept_contract,
-        "checkpoint_every": config.checkpoint.every,
-        "keep": config.checkpoint.keep,
-        "replicas_every": checks.replicas_every,
-        "check_every": checks.leaves_every,
-        "max_skipped": checks.max_skipped,
-        "skip_steps": checks.skip_steps,
-        "spike": checks.spike,
-        "ledger_every": config.ledger.every,
-        "ledger_leaves": config.ledger.leaves,
-        "trace_events": config.trace.events,
-        "tensorboard": logs.tensorboard,
-        "wandb": logs.wandb and logs.wandb_project,
-        "shard": config.parallel.shard_ranks or 1,
-        "pp": config.parallel.pp,
-        "backend": config.parallel.named_backend,
-        "device": config.parallel.named_device,
-        "deterministic": True,
-        "threads": config.parallel.threads,
-        "timeout_s": config.timeout_s,
-        "items": "tokens",
-        "items_per_step": config.batch.global_size * config.model.context,
-        "loss_unit": "nats per byte",
-    }
-
-
 def _check(config: Config) -> None:
     """Raise ``ValueError``, naming the setting and the fix, for settings that do not go with each other."""
     size, micro = config.batch.global_size, config.batch.micro_size
@@ -337,7 +214,7 @@ def _check(config: Config) -> None:
     _check_pipeline(config)
     if config.ranks:
         check_ranks(config, config.ranks)
-        check_rows(config.ranks, config.parallel.shard_ranks)
+        check_rows(config.ranks, config.parallel.shard)
 
 
 def _check_nodes(parallel: ParallelConfig) -> None:
@@ -439,7 +316,7 @@ def check_world(config: Config, world_size: int, *, restarted: bool = False) -> 
     """
     check_ranks(config, world_size)
     if not restarted:
-        check_rows(world_size, config.parallel.shard_ranks)
+        check_rows(world_size, config.parallel.shard)
 
 
 def _check_sharding(config: Config) -> None:
@@ -457,15 +334,15 @@ def _check_sharding(config: Config) -> None:
             f"{named} with parallel.ordered false: it always adds in the order of the tree; leave ordered "
             "on, or set parallel.shard_stage 1"
         )
-    if stage >= 2 and config.ledger.leaves:
+    if stage >= 2 and config.record.leaves:
         raise ValueError(
-            f"{named} with ledger.leaves: no rank has a whole gradient to hash; set ledger.leaves false, or "
+            f"{named} with record.leaves: no rank has a whole gradient to hash; set record.leaves false, or "
             "parallel.shard_stage 0 or 1, whose bits are the same"
         )
-    if parallel.shard_ranks and not stage:
+    if parallel.shard != 1 and not stage:
         raise ValueError(
-            f"parallel.shard_ranks {parallel.shard_ranks} with {named}, where nothing is divided: set "
-            "parallel.shard_stage 1, 2 or 3, or leave shard_ranks out"
+            f"parallel.shard {parallel.shard} with {named}, where nothing is divided: set "
+            "parallel.shard_stage 1, 2 or 3, or leave parallel.shard out"
         )
 
 
@@ -492,19 +369,19 @@ def local_ranks(config: Config, num_cores: int) -> int:
 #     group 1     rank 2: first half     rank 3: second half
 
 
-def check_rows(num_ranks: int, shard_ranks: int) -> None:
-    """Raise ``ValueError`` unless ``num_ranks`` ranks are whole shard groups of ``shard_ranks``."""
-    if not shard_ranks or num_ranks % shard_ranks == 0:
+def check_rows(num_ranks: int, shard: int) -> None:
+    """Raise ``ValueError`` unless ``num_ranks`` ranks are whole shard groups of ``shard``."""
+    if shard < 1 or num_ranks % shard == 0:
         return
-    below = num_ranks - num_ranks % shard_ranks
+    below = num_ranks - num_ranks % shard
     raise ValueError(
-        f"{num_ranks} rank{'s' * (num_ranks > 1)} for shard groups of parallel.shard_ranks {shard_ranks}: "
-        f"use {f'{below} or ' if below else ''}{below + shard_ranks} ranks, another parallel.shard_ranks, or "
-        "0 to divide the state among all ranks"
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} for shard groups of parallel.shard {shard}: "
+        f"use {f'{below} or ' if below else ''}{below + shard} ranks, another parallel.shard, or "
+        "1 to divide the state among all ranks"
     )
 
 
-def merge(base: Config, tables: dict[str, Any], source: str) -> Config:
+def merge(base: Config, tables: Mapping[str, Any], source: str) -> Config:
     """``base`` with what ``tables`` has in the place of its own, as ``run.toml.merge``.
 
     ``model.preset``, a name for layers, width and heads together, is read too, and yields to these three.

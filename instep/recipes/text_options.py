@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,33 +12,26 @@ import tyro
 from instep.models.config import PRESETS
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, validate
-from instep.run import toml
+from instep.run import flags, toml
 
 PROGRAM = "instep train"
-SAID_ANEW = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
+# Said anew whenever a run is started or resumed.
+LAUNCH = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
-
-Other recipes: instep train images --help (a conv net on drawn shapes) and instep train pairs --help (a
-classifier of sentence pairs by Hugging Face's libraries).
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Config):
-    """What the command line adds to a config."""
+class TrainFlags(flags.LaunchFlags, Config):
+    """A config as flags, and from where it is taken first."""
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE.toml")] = None
-    """Take the config from this file first; flags override it."""
+    """Take the settings from this file first; flags override them."""
     preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
     """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
-    # With the sentences that Config has.
-    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
-    fault: tyro.conf.UseAppendAction[
-        Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND:KEY=VALUE,...")]
-    ] = ()
 
 
 def parse(args: Sequence[str], *, quiet: bool = False) -> Config:
@@ -51,16 +43,16 @@ def parse(args: Sequence[str], *, quiet: bool = False) -> Config:
         SystemExit: 0 after ``--help``; 2 after a flag that does not exist, with the nearest that do.
     """
     names = [field.name for field in fields(Config)]
-    base = _base(args)
-    arguments = tyro.cli(
-        TrainOptions,
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        args=list(args),
-        default=TrainOptions(**{name: getattr(base, name) for name in names}),
-        console_outputs=not quiet,
-    )
-    config = Config(**{name: getattr(arguments, name) for name in names})
+
+    def parsed(default: Config) -> TrainFlags:
+        start = TrainFlags(**{name: getattr(default, name) for name in names})
+        return flags.parse(start, args, program=PROGRAM, description=DESCRIPTION, quiet=quiet)
+
+    found = parsed(text_config.default())
+    base = _base(found)
+    if base != text_config.default():  # the other flags override it
+        found = parsed(base)
+    config = Config(**{name: getattr(found, name) for name in names})
     validate(config)
     return config
 
@@ -76,28 +68,22 @@ def parse_script(args: Sequence[str]) -> Config:
         if getattr(config, name):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag}: expected by who starts the ranks, got by the script: {PROGRAM} {flag} ..., or "
-                f"instep run {flag} ... before the script"
+                f"{flag} has no effect on the script itself: pass it to {PROGRAM}, or to instep run before "
+                "the script"
             )
     return config
 
 
-def _base(args: Sequence[str]) -> Config:
-    """The config that the other flags override: they need to know its values, so it is found before them."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path, nargs="?")
-    first.add_argument("--model.preset", dest="preset", nargs="?")
-    first.add_argument("--run-dir", type=Path, nargs="?")
-    first.add_argument("--resume", action="store_true")
-    given, _ = first.parse_known_args(args)
+def _base(found: TrainFlags) -> Config:
+    """What the flags override: the run that is resumed, the file, and the preset that they name."""
     base = text_config.default()
-    if given.resume and given.run_dir is not None and (given.run_dir / toml.CONFIG).is_file():
+    if found.resume and found.run_dir is not None and (found.run_dir / toml.CONFIG).is_file():
         # A run goes on as it was, but where and how far is said anew.
-        saved = toml.load_toml(given.run_dir / toml.CONFIG)
-        again = {name: value for name, value in saved.items() if name not in SAID_ANEW}
-        base = text_config.merge(base, again, source=str(given.run_dir / toml.CONFIG))
-    if given.config is not None:
-        base = text_config.merge(base, toml.load_toml(given.config), source=str(given.config))
-    if given.preset is not None:
-        base = text_config.merge(base, {"model": {"preset": given.preset}}, source="command line")
+        saved = toml.load_toml(found.run_dir / toml.CONFIG)
+        again = {name: value for name, value in saved.items() if name not in LAUNCH}
+        base = text_config.merge(base, again, source=str(found.run_dir / toml.CONFIG))
+    if found.config_file is not None:
+        base = text_config.merge(base, toml.load_toml(found.config_file), source=str(found.config_file))
+    if found.preset is not None:
+        base = text_config.merge(base, {"model": {"preset": found.preset}}, source="command line")
     return base

@@ -10,9 +10,6 @@ from typing import Any
 from instep.regular_files import open_regular
 from instep.run.toml import CONFIG
 
-# What the two commands call the same.
-WORDS = {"--ledger.leaves": "--leaves", "--ledger.every": "--ledger-every"}
-
 
 def config_of(path: Path) -> dict[str, Any]:
     """The settings of the run in ``path``; {} if it has none that can be read."""
@@ -26,21 +23,16 @@ def config_of(path: Path) -> dict[str, Any]:
 def again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
     """The command that makes the run in ``path`` once more, in ``beside``; "" where it was of a notebook.
 
-    ``flags`` are as ``instep train`` has them.
+    ``flags`` are those that ``instep train`` and ``instep run`` share.
     """
     config = config_of(path)
-    script, arguments = config.get("script"), config.get("arguments", [])
+    script, module, arguments = config.get("script"), config.get("module"), config.get("arguments", [])
     if script == "":
         return ""
     if isinstance(script, str) and isinstance(arguments, list):
-        own = [WORDS.get(flag, flag) for flag in flags]
-        words = ["run", "--run-dir", str(beside), *own, script, *map(str, arguments)]
+        started = ["-m", module] if isinstance(module, str) and module else [script]
+        words = ["run", "--run-dir", str(beside), *flags, *started, *map(str, arguments)]
     else:
         fresh = ["--no-resume"] if flags else []
         words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *fresh, *flags]
     return f"instep {shlex.join(words)}"
-
-
-def word(path: Path, flag: str) -> str:
-    """What the command of the run in ``path`` calls ``flag`` of ``instep train``."""
-    return WORDS.get(flag, flag) if "script" in config_of(path) else flag

@@ -51,7 +51,7 @@ def claim_together(
 
     def claim() -> tuple[str, bool]:
         if config.run_dir is None and restarted and place.source == "torchrun" and not place.launch:
-            raise ValueError("this torchrun does not tell a restart which run was its own: pass --run-dir")
+            raise ValueError("this torchrun does not say which run it restarts: pass --run-dir")
         launches = {launch.decode() for launch in told if launch}
         known = config.run_dir or (folder.of_launch(launches) if restarted else None)
         begun = restarted and known is not None and (known / folder.CONFIG).exists()
@@ -71,8 +71,8 @@ def how_to_go_on(path: Path) -> str:
     with suppress(OSError):
         steps = [step for step, _ in step_directories(path / folder.CHECKPOINTS)]
         if steps:
-            return f"with a checkpoint of step {steps[0]}: {resume} goes on from it"
-    return f"before its first checkpoint: {resume} begins again"
+            return f"with a checkpoint of step {steps[0]}: resume with {resume}"
+    return f"before its first checkpoint: {resume} starts over"
 
 
 class FaultLog:

@@ -8,7 +8,7 @@ the three leaves bits behind:
                                                      sum -> norm, state   updating
 
 The first of these that differs while everything before it is the same is the cause. The hashes of the
-micro-batches' gradients are only there for runs that wrote them (``--ledger.leaves``); without, the step and
+micro-batches' gradients are only there for runs that wrote them (``--record.leaves``); without, the step and
 the parameter are known, and how to learn the rest.
 """
 

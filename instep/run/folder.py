@@ -156,14 +156,14 @@ def _require_free(config: Claim, path: Path) -> None:
         busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in workers(path) if is_alive(peer)]
         if busy:
             raise ValueError(
-                f"{path}: the run is still going on in {', '.join(busy)}: wait for it, or end it"
+                f"{path}: ranks of the run are still alive, {', '.join(busy)}: wait for them, or end them"
             )
         if not is_empty and not holds_run:
-            raise ValueError(f"{path} holds other files and no run to resume: look at --run-dir")
+            raise ValueError(f"{path} has other files and no run to resume: check --run-dir")
     elif holds_run:
-        raise ValueError(f"{path} holds another run: pass --resume to continue it, or another --run-dir")
+        raise ValueError(f"{path} has another run: pass --resume to resume it, or another --run-dir")
     elif not is_empty:
-        raise ValueError(f"{path} holds other files: pass another --run-dir")
+        raise ValueError(f"{path} has other files: pass another --run-dir")
 
 
 def _lock(path: Path, say: Callable[[str], None]) -> int:
@@ -190,11 +190,11 @@ def _take_lock(fd: int, path: Path, say: Callable[[str], None]) -> None:
     holder = _holder(fd)
     if locked is False or (locked is None and holder is not None and is_alive(holder)):
         who = f"pid {holder.pid} on {holder.host}" if holder else "another process"
-        raise ValueError(
-            f"{path}: another command is at work there, {who}: wait for it, end it, or pass another --run-dir"
-        )
+        raise ValueError(f"{path}: directory in use by {who}: wait for it, end it, or pass another --run-dir")
     if locked is None:
-        say(f"{path}: this file system has no locks: do not start another command there meanwhile")
+        say(
+            f"{path}: this file system has no locks: do not start another command in this directory meanwhile"
+        )
     os.ftruncate(fd, 0)
     os.pwrite(fd, own_peer(0).to_bytes(), 0)
 

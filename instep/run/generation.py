@@ -29,7 +29,7 @@ from instep.run.display import Display
 from instep.run.folder import METRICS, SUMMARY
 from instep.run.ledger import part_begins
 from instep.run.loggers import Loggers
-from instep.run.memory_usage import run_memory, words
+from instep.run.peak_memory import peak_memory, words
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
@@ -212,7 +212,7 @@ class Generation:
             json.dumps(training.timing.breakdown(begun["first_step"]).to_json()).encode(),
             "the gathering of breakdowns",
         )
-        memory = run_memory(training)
+        memory = peak_memory(world, training.mesh.device)
         state = training.state_sha256() if training.owns else ""
         training.heartbeat.enter("summary")
         # The others wait for rank 0 here: some launchers end all ranks when the first has ended.
@@ -235,7 +235,7 @@ class Generation:
             recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
             if training.generation > 1 and before and before[-1]["fingerprint"] != ours:
                 raise ContractBroken(
-                    "the ranks would go on under another contract than the one they began with:\n  "
+                    "the ranks' numerical configuration is no longer the one the run began with:\n  "
                     + "\n  ".join(differences(before[-1]["numerical"], training.contract))
                 )
             now = {"step": training.steps_done, "generation": training.generation}
@@ -274,19 +274,19 @@ class Generation:
     def _loggers(self, written: int) -> Loggers:
         config, rank = self.training.config, self.training.mesh.rank
         return Loggers(
-            config.logs.names,
+            config.record.loggers,
             self.path,
             asdict(self.training.settings),
             rank=rank,
             written=written,
-            project=config.logs.wandb_project,
+            project=config.record.wandb,
             timeout_s=min(30.0, config.timeout_s / 4),  # the other ranks wait for this one
             say=self.display.say,
         )
 
     def _record(self) -> None:
         """From now on, what this rank does is on disk, to be read at any time."""
-        mesh, capacity = self.training.mesh, self.training.config.trace.events
+        mesh, capacity = self.training.mesh, self.training.config.record.events
         if not capacity:  # on no rank
             return
         placed, run = trace_files.head_of(mesh.world.group), trace_head(self.training)
@@ -318,7 +318,7 @@ class Generation:
         slow = None
         try:
             slow = self.training.timing.slow(REMEMBERED)
-            if not self.training.config.trace.events:
+            if not self.training.config.record.events:
                 return Analysis({}, breakdowns, [], slow, [])
             traces = trace_files.read_traces(self.path / trace_files.FOLDER)
             done = self.training.steps_done  # a rank that is gone may have made more

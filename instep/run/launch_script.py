@@ -14,24 +14,25 @@ from instep.launch.launch_environment import detect
 from instep.run import folder
 from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
 from instep.run.script import ScriptCall, execute_here, work
+from instep.run.settings import RunConfig
 from instep.run.writer import require_readable
 
 
-def launch_script(call: ScriptCall, *, ranks: int, min_ranks: int = 0) -> int:
-    """Run the script of ``call`` on ``ranks`` processes of this host until it is done; its exit code.
+def launch_script(call: ScriptCall, config: RunConfig) -> int:
+    """Run the script of ``call`` on ``config.ranks`` processes of this host until it is done; its exit code.
 
-    In a world that another launcher has started, and to print its help, it runs in this process.
+    In a world that another launcher has started it runs in this process.
     """
-    faults = parse_all(call.fault)
-    if detect(os.environ).source != "single" or {"-h", "--help"} & set(call.arguments):
+    faults = parse_all(config.fault)
+    if detect(os.environ).source != "single":
         return execute_here(call)
     with ExitStack() as stack:
         admission = _Admission(call, stack)
         terms = SuperviseOptions(
-            ranks=ranks,
-            min_ranks=min_ranks,
-            threads=call.threads or 1,
-            timeout_s=call.timeout_s or 300.0,
+            ranks=config.ranks,
+            min_ranks=config.min_ranks,
+            threads=config.parallel.threads,
+            timeout_s=config.timeout_s,
             faults=faults,
             say=say,
             note=admission.note,
@@ -69,8 +70,8 @@ class _Admission:
         if self.path is not None:
             if wanted != self._wanted:
                 raise ValueError(
-                    f"one process of the script calls the run directory {self._wanted}, another {wanted}: "
-                    "take a name that has no time and no process id in it, or pass --run-dir"
+                    f"one process of the script names the run directory {self._wanted}, another {wanted}: "
+                    "choose a name without a time or process id in it, or pass --run-dir"
                 )
             return str(self.path)
         self._wanted = wanted
@@ -103,6 +104,6 @@ class _Admission:
     def require_in_place(self) -> None:
         """OSError if the folder was removed meanwhile."""
         if self._claimed is None:
-            say("the script has come to no loop over run.steps: each process ran it for itself")
+            say("the script never iterated run.steps(): every process ran independently")
         else:
             self._claimed.require_in_place()

@@ -157,6 +157,8 @@ def require_contract(contract: dict[str, Any], own: int, number: int, path: Path
         run = starts(path)[-1:]
         lines = differences(run[0]["numerical"], contract, ("in the run", "now")) if run else []
     why = (
-        f"make these what they were: {'; '.join(lines)}" if lines else "from the same numbers: try its cores"
+        f"its numerical configuration differs from the run's; restore these: {'; '.join(lines)}"
+        if lines
+        else "it computes other numbers with the run's own configuration; suspect its cores"
     )
-    raise ContractBroken(f"it would compute other bits than the ranks of the run, and takes no part; {why}")
+    raise ContractBroken(f"not admitted: {why}")

@@ -32,8 +32,8 @@ from instep.state.replicas import ranks_listed
 OPERATION = "the search for a number that is not finite"
 UNSEEN = (
     "The gradients of all micro-batches were finite as they were computed{}: they have overflowed when they "
-    "were added, or the script, an exchange or the memory of a rank has changed them; set check_every "
-    "(checks.leaves_every) to watch the ranks"
+    "were added, or the script, an exchange or the memory of a rank has changed them; set "
+    "checks.replay_every to watch the ranks"
 )
 RISEN = "The norms have risen to stay: lower the learning rate, or raise spike"
 FIX = "Lower the learning rate, or go on from an earlier checkpoint with skip_steps {}, counted from 0"

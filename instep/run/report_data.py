@@ -137,7 +137,7 @@ def _lacking(path: Path, tapes: RunTraces, insight: Analysis) -> list[str]:
     if not tapes.traces and any((path / FOLDER).glob(PATTERN)):
         return [f"no trace in {FOLDER}/ can be read: nothing is known of where the time went"]
     if not tapes.traces:
-        return [f"there is no trace in {FOLDER}/: the run kept none (--trace.events 0), or it was removed"]
+        return [f"there is no trace in {FOLDER}/: the run kept none (--record.events 0), or it was removed"]
     if not insight.breakdowns:
         return ["no step has ended yet on any rank: there is nothing to break down"]
     return [f"rank {rank} took part until step {step}: the run went on without it"

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +19,11 @@ from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.launch.launch_environment import detect
 from instep.launch.rank_process import exit_now
 from instep.run.membership import supervised
-from instep.run.settings import ScriptCommand, ScriptSettings
+from instep.run.settings import ScriptCommand
 
 NO_GROUP = (
-    "Under `instep run` ranks meet where the loop over run.steps begins, and again when one is lost: take "
-    "init_process_group() out of the script, and use run.mesh there"
+    "Under `instep run` ranks form a group where the loop over run.steps begins, and a new one when a rank "
+    "is lost: take init_process_group() out of the script, and use run.mesh"
 )
 OWN = "instep"
 MAIN = ("__main__", "__mp_main__")  # the second one is multiprocessing's name for the first
@@ -31,46 +32,19 @@ OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not t
 
 @dataclass(frozen=True)
 class ScriptCall:
-    """What ``instep run`` was told: the script with its arguments, and what holds for the run whatever the
-    script says; ``run_dir`` None: the script names it.
+    """What ``instep run`` was told: the script with its arguments, and the settings that hold whatever the
+    script says, as tables.
 
-    With ``main``, a function of the module in ``path``, it is called with ``config``, in the place of running
-    the file from its top with ``arguments``.
+    With ``module`` it is run as ``python -m MODULE`` runs it. With ``main``, a function of the module in
+    ``path``, that is called with ``config``.
     """
 
     path: Path
     arguments: tuple[str, ...] = ()
+    module: str = ""
     main: Callable[[Any], object] | None = None
     config: Any = None
-    run_dir: Path | None = None
-    resume: bool = False
-    accept_contract: bool = False
-    stop_after: int = 0
-    check_every: int = 0
-    leaves: bool = False
-    ledger_every: int = 0
-    fault: tuple[str, ...] = ()
-    threads: int = 0  # 0: as the script says
-    timeout_s: float = 0.0
-
-    def over(self, settings: ScriptSettings) -> ScriptSettings:
-        """``settings`` of the script, with what the command says in the place of its own."""
-        ledger = replace(
-            settings.ledger,
-            every=self.ledger_every or settings.ledger.every,
-            leaves=self.leaves or settings.ledger.leaves,
-        )
-        checks = replace(settings.checks, leaves_every=self.check_every or settings.checks.leaves_every)
-        return replace(
-            settings,
-            stop_after=self.stop_after,
-            run_dir=self.run_dir or settings.run_dir,
-            resume=self.resume or settings.resume,
-            accept_contract=self.accept_contract or settings.accept_contract,
-            timeout_s=self.timeout_s or settings.timeout_s,
-            checks=checks,
-            ledger=ledger,
-        )
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Loop(Protocol):
@@ -121,14 +95,14 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     for loop in begun.loops:
         if code and loop.left:
             print(
-                f"rank {loop.rank} has ended the script {loop.left} with exit code {code}, and the run ends "
-                "with it, without a checkpoint of that step",
+                f"rank {loop.rank} left the script {loop.left} with exit code {code}: the run ends without "
+                "a checkpoint of that step",
                 file=sys.stderr,
             )
         elif loop.left and not loop.rank:
             print(
-                f"the script has left its loop {loop.left}, without a summary or a checkpoint of that step: "
-                "run.stop() ends a run with both",
+                f"the script left its loop {loop.left}, without a summary or a checkpoint of that step: call "
+                "run.stop() to end a run with both",
                 file=sys.stderr,
             )
         if loop.left:
@@ -141,7 +115,7 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
 def execute_here(call: ScriptCall) -> int:
     """Run the script in this process, which is a rank of another launcher's, or alone; its exit code."""
     if detect(os.environ).restart_count:  # a fault happens once, and this process cannot know which have
-        call = replace(call, fault=())
+        call = replace(call, given={**call.given, "fault": ()})
     _started[os.getpid()] = Started(None, call)
     try:
         execute(call)
@@ -151,12 +125,16 @@ def execute_here(call: ScriptCall) -> int:
 
 
 def execute(call: ScriptCall) -> None:
-    """As ``python SCRIPT ARGS...`` would, in this process; or what it has in ``main``."""
+    """As ``python SCRIPT ARGS...`` or ``python -m MODULE ARGS...``, in this process; or call its ``main``."""
     if call.main is not None:
         call.main(call.config)
         return
-    source = call.path.read_bytes()
     sys.argv = [str(call.path), *call.arguments]
+    if call.module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(call.module, run_name="__main__", alter_sys=True)
+        return
+    source = call.path.read_bytes()
     sys.path.insert(0, str(call.path.parent.resolve()))
     main = types.ModuleType("__main__")
     main.__file__ = str(call.path)
@@ -176,11 +154,12 @@ def script_fields(path: Path | None) -> dict[str, Any]:
 
 
 def script_command() -> ScriptCommand:
-    """The file that this process runs, and what follows its name; "" where a function of it is called."""
+    """What this process runs, and what follows its name; "" where a function of it is called."""
     begun, path = started(), script_path()
     if path is None or (begun is not None and begun.call.main is not None):
         return ScriptCommand()
-    return ScriptCommand(script=str(path), arguments=tuple(sys.argv[1:]))
+    module = "" if begun is None else begun.call.module
+    return ScriptCommand(script=str(path), module=module, arguments=tuple(sys.argv[1:]))
 
 
 def script_path() -> Path | None:

@@ -14,22 +14,24 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
-from instep.run.memory_formula import stage_of
 from instep.run.script_training import ScriptTraining
-from instep.run.settings import ScriptBatch, ScriptLayout, ScriptOptimizer, ScriptSettings
+from instep.run.settings import ScriptBatch, ScriptConfig, ScriptOptimizer
 from instep.state.homes import Wrapped, offered, shape_of
 
 LISTED = 8  # ranks, whose shares are told one by one
 
 
-def layout_of(registered: Registered, settings: ScriptSettings, backend: str) -> ScriptSettings:
-    """``settings`` with what wrappers, optimizers and loaders say of themselves."""
+def layout_of(registered: Registered, config: ScriptConfig) -> ScriptConfig:
+    """``config`` with what wrappers, optimizers and loaders say of themselves."""
     placed: dict[str, Any] = {}
     for model in registered.models.values():
         placed |= getattr(model, "placement", None) or {}
-    known = {key: placed[key] for key in ScriptLayout.__dataclass_fields__ if key in placed}
-    known |= {"backend": backend, "threads": torch.get_num_threads(), "shard_stage": _stage(registered)}
-    layout = ScriptLayout(**known)
+    names = ["strategy", "bucket_mb", "ordered", "schedule"]
+    known: dict[str, Any] = {name: placed[name] for name in names if name in placed}
+    cuts = placed.get("cut_by", "")
+    known["cuts"] = cuts if isinstance(cuts, str) else tuple(cuts)
+    threads, stage = torch.get_num_threads(), _stage(registered)
+    layout = dataclasses.replace(config.parallel, **known, threads=threads, shard_stage=stage)
     loader = _loader(registered)
     batch = ScriptBatch()
     if loader is not None:
@@ -39,7 +41,7 @@ def layout_of(registered: Registered, settings: ScriptSettings, backend: str) ->
         )
     name = next((type(x).__name__ for x in registered.optimizers.values()), "")
     optimizer = ScriptOptimizer(name=name.lower())
-    return dataclasses.replace(settings, parallel=layout, batch=batch, optim=optimizer)
+    return dataclasses.replace(config, parallel=layout, batch=batch, optim=optimizer)
 
 
 def shard_axis(num_ranks: int, asked: int) -> int:
@@ -81,13 +83,13 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
         lines.append(global_batch(config.batch, shares, axes.get("pp", 1)))
     if config.parallel.shard_stage and shard not in (-1, 1, found):
         lines.append(
-            f"{counted(size, 'rank')} cannot be cut into shard groups of {shard}: the state is divided among "
-            f"{found}, which changes no bits"
+            f"{counted(size, 'rank')} are no multiple of the shard group of {shard}: the state is divided "
+            f"among {found}, with the same bits"
         )
     if pp not in (-1, 1, axes.get("pp", 1)):
         lines.append(
-            f"{counted(size, 'rank')} cannot be cut into pipelines of {pp}: these have {axes['pp']}, which "
-            "changes no bits"
+            f"{counted(size, 'rank')} are no multiple of a pipeline of {pp}: pipelines have {axes['pp']} "
+            "ranks, with the same bits"
         )
     return lines
 
@@ -143,6 +145,11 @@ def _nodes(training: ScriptTraining) -> str:
     return "".join(
         f", nodes in {nodes}" for nodes in dict.fromkeys(x.nodes for x in wrapped if x.nodes != Wrapped.nodes)
     )
+
+
+def stage_of(model: Any) -> int:
+    """Of ``fully_shard``, as the wrapped ``model`` says; else 0."""
+    return int((getattr(model, "placement", None) or {}).get("stage", 0))
 
 
 def _stage(registered: Registered) -> int:

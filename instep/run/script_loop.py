@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 TOO = "too: torchrun ... -m instep run --resume SCRIPT"
 FORGOTTEN = (
-    "step {} was not entered: write `with step:` around all that it does; the loss of a rank in there is "
-    "what the run survives"
+    "step {} was not entered: write `with step:` around all that it does, so that all ranks can retry it"
 )
 
 
@@ -139,8 +138,8 @@ class ScriptLoop(Iterator[RunStep]):
         run, launch = self.run, self.run._started
         if launch is not None and launch.channel is not None and launch.loops:
             raise RuntimeError(
-                "run.steps: under `instep run` a script has one loop, and this one has had it: write a "
-                "script for each run"
+                "run.steps: under `instep run` a script has one loop, and this one has had its loop: write "
+                "a script for each run"
             )
         registered = Registered(run._objects)
         if not registered.models:
@@ -154,7 +153,7 @@ class ScriptLoop(Iterator[RunStep]):
                 f"spike={spike:g}: expected one optimizer, got {num_optimizers}, whose gradients come one "
                 "after the other: leave it at 0"
             )
-        settings = layout_of(registered, replace(run._settings, steps=self.num_steps), run._backend or "auto")
+        settings = layout_of(registered, replace(run._settings, steps=self.num_steps))
         channel = launch.channel if launch else None
         heartbeat = channel.heartbeat if channel else Heartbeat()
         fields = _in_contract(run._contract, seed=settings.seed, steps=settings.steps)
@@ -167,12 +166,11 @@ class ScriptLoop(Iterator[RunStep]):
             held_out_loss=None if run._held_out_loss is None else self._held_out_loss,
             command="instep run" if launch is None or launch.call.main is None else "instep train",
         )
-        faults = parse_all(launch.call.fault) if launch else []
-        self._injector = FaultInjector(faults, heartbeat.page, training.entries)
+        self._injector = FaultInjector(parse_all(settings.fault), heartbeat.page, training.entries)
         self._injector.rank = -1 if channel else run.mesh.rank
         heartbeat.on_enter = self._injector.on_enter
         self.work = StepWork(training, self._injector, recovers=channel is not None)
-        self.twice = Twice(self.work, settings.checks.leaves_every)
+        self.twice = Twice(self.work, settings.checks.replay_every)
         if launch is not None:
             launch.loops.append(self)
         if channel is not None:
@@ -282,13 +280,14 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _meet(self, member: Membership) -> Mesh:
         run, settings = self.run, self.training.config
+        arranged = run._settings.parallel
         return member.meet(
-            backend=run._backend,
-            device=run._device,
+            backend=arranged.named_backend,
+            device=arranged.named_device,
             timeout_s=settings.timeout_s,
-            threads=run._threads,
-            shard=shard_axis(member.world_size, run._shard),
-            pp=shard_axis(member.world_size, run._pp),
+            threads=arranged.threads,
+            shard=shard_axis(member.world_size, arranged.shard),
+            pp=shard_axis(member.world_size, arranged.pp),
         )
 
     def _agreed(self, source: str) -> None:
@@ -325,8 +324,8 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _introduction(self, is_first: bool) -> list[str]:
         assert self.path is not None
-        asked = {"shard": self.run._shard, "pp": self.run._pp}
-        return introduction(self.training, self.path, **asked, is_first=is_first)
+        asked = self.run._settings.parallel
+        return introduction(self.training, self.path, shard=asked.shard, pp=asked.pp, is_first=is_first)
 
     def _part(self, error: RuntimeError | None) -> None:
         """Leave the group, for ``error``, or because another one is to be formed."""

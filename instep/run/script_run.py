@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.manifest import Scalar
@@ -33,20 +32,23 @@ from instep.mesh.deterministic import enable as enable_deterministic
 from instep.mesh.join import await_rank, init
 from instep.mesh.mesh import Mesh
 from instep.net.device import resolve
-from instep.run.script import ScriptCall, script_command, started
+from instep.run.script import script_command, started
 from instep.run.script_layout import shard_axis
 from instep.run.script_loop import RunStep, ScriptLoop
 from instep.run.settings import (
     CheckpointConfig,
     ChecksConfig,
-    LedgerConfig,
-    LogsConfig,
+    MeshConfig,
+    RecordConfig,
     ScriptCommand,
+    ScriptConfig,
     ScriptEvaluation,
-    ScriptSettings,
-    TraceConfig,
+    ScriptRecord,
 )
-from instep.run.toml import scalar, scalars
+from instep.run.toml import check, merge, scalar, scalars
+
+Topic = Mapping[str, Any] | MeshConfig | CheckpointConfig | ChecksConfig | RecordConfig
+NOTHING: Mapping[str, Any] = {}
 
 
 class Run:
@@ -61,40 +63,28 @@ class Run:
     (``seed``, step, rank), so that a step which is made again draws the same; micro-batches of declared steps
     have keys of their own.
 
+    Each of ``mesh``, ``checkpoint``, ``checks`` and ``record`` is a dict of settings, or the dataclass of
+    ``instep/run/settings.py`` that documents them. ``instep run`` has a flag for each, which wins.
+
     Args:
-        run_dir: the folder that the run is recorded in; None makes one in ``runs/``. ``instep run --run-dir``
-            comes before it.
-        config: the script's settings, for ``config.toml``: a dataclass of numbers, words and dataclasses.
-        contract: what of them the bits depend on, by name: a run does not go on with others unless it is told
-            to. By default all of ``config``, and without that the script's arguments. ``seed`` and the number
-            of steps are part of it anyway.
+        run_dir: the directory of the run; None makes one in ``runs/``.
         seed: of what steps draw.
-        items, items_per_step: what the throughput counts, and how many of them a step has: "tokens" and 2048
-            give ``tokens_per_s``. By default samples, where a loader is registered, or steps.
-        loss_unit: of "loss": "nats per byte".
-        resume: go on with the run that is in ``run_dir``; a launcher's restart does so without being told.
-        accept_contract: go on although script, arguments, libraries or processor are not what they were.
-        checkpoint_every: steps between two checkpoints; 0 saves at the end only.
-        keep: newest checkpoints to keep, at least 2.
-        replicas_every: steps between two comparisons of what ranks hold alike; 0: never.
-        check_every: steps from one that is made twice, on other ranks each time, and compared, to the next;
-            a rank that computes otherwise than two others is named: see ``run/twice.py``; 0: none.
-        ledger_every: steps between two hashes of the whole state; 0: at the end only.
-        ledger_leaves: write down the hash of every micro-batch's gradient, for ``instep compare``.
-        max_skipped: steps in a row that may be skipped because a gradient is not finite, or a spike.
-        skip_steps: steps, counted from 0, that read their samples and leave weights and moments alone.
-        spike: skip a step whose gradient norm is above the median of the last ones by so many median absolute
-            deviations; 0: never. With one optimizer.
-        trace_events: how many events each rank keeps; 0: none on disk.
-        tensorboard, wandb: log there too; ``wandb`` may be the name of a project.
-        pp: ranks of a ``Pipeline``; where a run goes on with a number of ranks that it does not divide, a
-            pipeline has as many more as it needs to.
-        shard: ranks of a shard group, among which ``fully_shard`` divides; -1: all. Where a run goes on with
-            another number of ranks, which cannot be cut like that, the next larger number that divides them.
-        backend, device, timeout_s, threads: as for ``instep.init``. Under ``instep run`` a rank that replaces
-            a lost one takes its GPU; a spare waits for that where the script first reads ``net.device``.
-        deterministic: on a GPU, set what the same bits need before CUDA starts: deterministic algorithms,
-            ``CUBLAS_WORKSPACE_CONFIG``, and no fill of uninitialised memory. CPU kernels need none of it.
+        mesh: how ranks are arranged: ``shard``, ``pp``, ``backend``, ``device``, ``threads`` as for
+            ``instep.init``; ``deterministic`` sets what the same bits need on a GPU before CUDA starts.
+            Where a run goes on with a number of ranks that ``pp`` or ``shard`` does not divide, pipelines
+            and shard groups are larger, the next number that does.
+        checkpoint: ``every`` so many steps (100; 0: at the end only), and how many to ``keep`` (3).
+        checks: ``max_skipped``, ``spike``, ``skip_steps``, ``replicas_every``, ``replay_every``.
+        record: ``hash_every`` so many steps, ``leaves``, ``events``, ``tensorboard``, ``wandb="project"``;
+            ``items`` and ``items_per_step``, which the throughput counts ("tokens" and 2048 give
+            ``tokens_per_s``; by default samples, where a loader is registered, or steps); ``loss_unit``.
+        timeout_s: the longest that a rank may keep the others waiting, in the script's own code too.
+        config: the script's settings, for ``config.toml``: a dataclass of numbers, words and dataclasses.
+        contract: those of them that the bits depend on, by name: a run does not go on with others unless it
+            is told to. By default all of ``config``, and without that the script's arguments. ``seed`` and
+            the number of steps are part of it anyway.
+        resume: resume the run in ``run_dir``; a launcher's restart does so without being told.
+        accept_contract: resume although script, arguments, libraries or processor have changed.
 
     Attributes:
         mesh: of the present generation; inside of ``steps`` it has this process's rank.
@@ -102,8 +92,8 @@ class Run:
     Raises:
         ValueError, PeerLost: as ``instep.init``.
         ValueError: ``deterministic`` after CUDA has started without ``CUBLAS_WORKSPACE_CONFIG``.
-        ValueError: one of ``items`` and ``items_per_step`` without the other, or out of range; or ``config``
-            has what TOML has no word for.
+        ValueError: a setting that does not exist, with the nearest that does, or is out of range; ``items``
+            without ``items_per_step``; or ``config`` has what TOML has no word for.
         TypeError: ``config`` is no dataclass.
 
     Example:
@@ -135,74 +125,52 @@ class Run:
         self,
         run_dir: str | os.PathLike[str] | None = None,
         *,
+        seed: int = 0,
+        mesh: Topic = NOTHING,
+        checkpoint: Topic = NOTHING,
+        checks: Topic = NOTHING,
+        record: Topic = NOTHING,
+        timeout_s: float = 300.0,
         config: Any = None,
         contract: Mapping[str, Scalar] | None = None,
-        seed: int = 0,
-        items: str = "",
-        items_per_step: int = 0,
-        loss_unit: str = "",
         resume: bool = False,
         accept_contract: bool = False,
-        checkpoint_every: int = 100,
-        keep: int = 3,
-        replicas_every: int = 50,
-        check_every: int = 0,
-        ledger_every: int = 50,
-        ledger_leaves: bool = False,
-        max_skipped: int = 5,
-        skip_steps: Sequence[int] = (),
-        spike: float = 0.0,
-        trace_events: int = 1 << 17,
-        tensorboard: bool = False,
-        wandb: bool | str = False,
-        shard: int = 1,
-        pp: int = 1,
-        backend: str | None = None,
-        device: str | None = None,
-        deterministic: bool = False,
-        timeout_s: float = 300.0,
-        threads: int = 1,
     ) -> None:
-        self._shard, self._pp, self._config = shard, pp, _checked_config(config)
-        self._backend, self._device, self._started = backend, device, started()
-        if deterministic and resolve(device, backend, 1).type == "cuda":
+        self._config, self._started = _checked_config(config), started()
+        told = {
+            "seed": seed,
+            "timeout_s": timeout_s,
+            "resume": resume,
+            "accept_contract": accept_contract,
+            "parallel": _table("mesh", mesh, MeshConfig),
+            "checkpoint": _table("checkpoint", checkpoint, CheckpointConfig),
+            "checks": _table("checks", checks, ChecksConfig),
+            "record": _table("record", record, ScriptRecord),
+            **({} if run_dir is None else {"run_dir": os.fspath(run_dir)}),
+        }
+        settings = merge(ScriptConfig(**asdict(script_command())), told, "instep.Run")
+        given = {} if self._started is None else self._started.call.given
+        self._settings = settings = merge(settings, given, "instep run")
+        check(settings)
+        _check_items(settings.record)
+        layout = settings.parallel
+        on_gpu = resolve(layout.named_device, layout.named_backend, 1).type == "cuda"
+        if layout.deterministic and on_gpu:
             enable_deterministic()
         self._contract = _contract(contract, config)
-        settings = ScriptSettings(
-            **asdict(script_command()),
-            seed=seed,
-            items=items,
-            items_per_step=_checked_number(items, items_per_step),
-            loss_unit=loss_unit,
-            timeout_s=timeout_s,
-            run_dir=None if run_dir is None else Path(run_dir),
-            resume=resume,
-            accept_contract=accept_contract,
-            checkpoint=CheckpointConfig(every=checkpoint_every, keep=keep),
-            checks=ChecksConfig(
-                max_skipped=max_skipped,
-                skip_steps=tuple(skip_steps),
-                spike=spike,
-                replicas_every=replicas_every,
-                leaves_every=check_every,
-            ),
-            ledger=LedgerConfig(every=ledger_every, leaves=ledger_leaves),
-            trace=TraceConfig(events=trace_events),
-            logs=_logs(tensorboard, wandb),
-        )
-        call = ScriptCall(Path()) if self._started is None else self._started.call
-        self._settings, self._threads = call.over(settings), call.threads or threads
         self._objects: dict[str, Any] = {}
         self.mesh: Mesh = self._first_mesh()
 
     def _first_mesh(self) -> Mesh:
         """That of the launcher's ranks, or one to build with until there are ranks."""
         channel = self._started.channel if self._started is not None else None
-        options: dict[str, Any] = {"backend": self._backend, "device": self._device}
-        options |= {"timeout_s": self._settings.timeout_s, "threads": self._threads}
+        parallel, timeout_s = self._settings.parallel, self._settings.timeout_s
+        options: dict[str, Any] = {"backend": parallel.named_backend, "device": parallel.named_device}
+        options |= {"timeout_s": timeout_s, "threads": parallel.threads}
         if channel is not None:
+            channel.say("deadline", seconds=timeout_s)
             return await_rank(channel.place, channel.num_places, **options)
-        launched, shard, pp = detect(os.environ), self._shard, self._pp
+        launched, shard, pp = detect(os.environ), parallel.shard, parallel.pp
         if launched.restart_count:  # with fewer ranks, perhaps
             shard, pp = shard_axis(launched.world_size, shard), shard_axis(launched.world_size, pp)
         return init(**options, shard=shard, pp=pp)
@@ -339,6 +307,16 @@ class Run:
         self._steps.asked.append("run.stop()")
 
 
+def _table(name: str, topic: Topic, kind: type[Any]) -> Mapping[str, Any]:
+    """The settings in ``topic`` that ``kind`` has."""
+    if is_dataclass(topic):
+        topic = {x.name: getattr(topic, x.name) for x in fields(topic) if x.name in kind.__dataclass_fields__}
+    if not isinstance(topic, Mapping):
+        raise TypeError(f"instep.Run: {name}: expected a dict of settings, got {topic!r}")
+    merge(kind(), topic, f"instep.Run: {name}")
+    return topic
+
+
 def _checked_config(config: Any) -> Any:
     """``config``, if ``config.toml`` can have it beside the command that started the run."""
     if config is None:
@@ -363,20 +341,11 @@ def _contract(given: Mapping[str, Scalar] | None, config: Any) -> dict[str, Scal
     return own if given is None else {name: scalar(f"contract: {name}", x) for name, x in given.items()}
 
 
-def _logs(tensorboard: bool, wandb: bool | str) -> LogsConfig:
-    project = wandb if isinstance(wandb, str) and wandb else LogsConfig.wandb_project
-    return LogsConfig(tensorboard=tensorboard, wandb=bool(wandb), wandb_project=project)
-
-
-def _checked_number(items: str, items_per_step: int) -> int:
-    """``items_per_step``, if the two go together."""
-    if not items and not items_per_step:
-        return 0
-    if not items.isidentifier():
+def _check_items(record: ScriptRecord) -> None:
+    """ValueError unless ``items`` and ``items_per_step`` go together."""
+    items, number = record.items, record.items_per_step
+    if bool(items) != bool(number) or (items and not items.isidentifier()):
         raise ValueError(
-            f"items={items!r} with items_per_step={items_per_step!r}: expected a word for what a step has so "
-            'many of, such as items="tokens"'
+            f"record.items {items!r} with record.items_per_step {number}: expected a word, and how many of "
+            "these a step has: tokens and 2048"
         )
-    if type(items_per_step) is not int or items_per_step < 1:
-        raise ValueError(f"items_per_step={items_per_step!r}: expected the number of {items} in a step")
-    return items_per_step

@@ -155,7 +155,7 @@ class StepWork:
         """The step begins; every gradient of what is ``watched`` is hashed."""
         training = self.training
         training.seen, self.hashes = None, {}
-        known = self.reduced if training.config.ledger.leaves else {}
+        known = self.reduced if training.config.record.leaves else {}
         for key, reduction in (known | dict(watched)).items():
             self.hashes[key] = self._watching.enter_context(observe_reduction(reduction))
         self._inject()
@@ -240,7 +240,7 @@ class StepWork:
         self._watching.close()  # of a step that could not begin, too
         if self._is_open:
             clipping.reset(self._token)
-            if self.training.config.ledger.leaves:
+            if self.training.config.record.leaves:
                 self.training.seen = joined({key: self.hashes[key] for key in self.reduced})
         self._is_open = False
         self.phases.end()

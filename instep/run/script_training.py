@@ -28,11 +28,9 @@ from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
-from instep.run.memory_formula import state_bytes
-from instep.run.memory_usage import MemoryUsage, memory_usage
 from instep.run.rank_state import Made, RankState
 from instep.run.recovery import Built, send
-from instep.run.settings import ScriptBatch, ScriptCommand, ScriptSettings
+from instep.run.settings import ScriptBatch, ScriptCommand, ScriptConfig
 from instep.run.timing import Timing
 from instep.run.toml import to_toml
 from instep.state.hash import Sampled, SharedHash, bare
@@ -60,7 +58,7 @@ class ScriptTraining:
 
     def __init__(
         self,
-        settings: ScriptSettings,
+        settings: ScriptConfig,
         registered: Registered,
         heartbeat: Heartbeat,
         *,
@@ -101,23 +99,24 @@ class ScriptTraining:
         written = to_toml(self.settings)
         if self.script_config is None or not self.config.script:
             return written
-        command = ScriptCommand(script=self.config.script, arguments=self.config.arguments)
+        config = self.config
+        command = ScriptCommand(script=config.script, module=config.module, arguments=config.arguments)
         return to_toml(command) + written
 
     @property
     def loss_unit(self) -> str:
         """As the script says."""
-        return self.config.loss_unit
+        return self.config.record.loss_unit
 
     @property
     def items_per_step(self) -> int:
         """As the script says; else samples, where a loader does; else steps are counted."""
-        return self.config.items_per_step or self.config.batch.global_size or 1
+        return self.config.record.items_per_step or self.config.batch.global_size or 1
 
     @property
     def item(self) -> str:
         """What the throughput counts."""
-        return self.config.items or ("samples" if self.config.batch.global_size else "steps")
+        return self.config.record.items or ("samples" if self.config.batch.global_size else "steps")
 
     @property
     def step_mode(self) -> str | None:
@@ -195,8 +194,8 @@ class ScriptTraining:
         told = world.all_gather_bytes(b"+" if self._built is not None else b"-", OPERATION)
         if b"-" in told:
             raise CheckpointRejected(
-                "no rank has the state of the run any more, and there is no checkpoint yet: start it again, "
-                "in a new folder"
+                "no rank has the run's state, and there is no checkpoint yet: start the run again, in a new "
+                "directory"
             )
 
     def _require_same_build(self) -> None:
@@ -209,8 +208,8 @@ class ScriptTraining:
         if odd:
             raise ContractBroken(
                 f"rank {', '.join(map(str, odd))} has built a model with other values than rank "
-                f"{world.ranks[0]}, and each would keep its shards of its own: call torch.manual_seed with "
-                "the same number on all ranks before the model is made"
+                f"{world.ranks[0]}, so shards would not fit together: call torch.manual_seed with the same "
+                "number on all ranks before the model is made"
             )
 
     def agreed(self) -> None:
@@ -335,15 +334,6 @@ class ScriptTraining:
             placed = getattr(model, "placement", None) or {}
             found |= {name: placed[name] for name in ("cuts",) if name in placed}
         return found
-
-    def memory_usage(self) -> MemoryUsage:
-        """What this rank holds, of all models and optimizers together."""
-        models = list(self.registered.models.values())
-        return memory_usage(self.module, self.state.optimizer, models[0] if len(models) == 1 else self.module)
-
-    def memory_estimate(self) -> dict[str, int | float] | None:
-        """Of what is registered."""
-        return state_bytes(self.registered)
 
     # The contract.
 

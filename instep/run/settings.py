@@ -1,94 +1,158 @@
-"""What every run is told of itself, beside what it trains: a frozen dataclass per topic. Pure."""
+"""The settings of a run: one frozen dataclass, a topic of it per table of ``config.toml``. Pure.
+
+``RunConfig`` is what ``instep run`` has flags for, what ``instep.Run`` is told, and the base of the settings
+of ``instep train``. ``ScriptConfig`` adds what a script, its wrappers, optimizers and loaders say.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from instep.run.toml import ABOVE_0, FROM_0, FROM_2, Range
+
+Count = Annotated[int, FROM_0]
+Positive = Annotated[int, ABOVE_0]
+SHARD = Range("1 or more, or -1 for all ranks", lambda number: number >= 1 or number == -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the ranks are arranged and exchange, as in instep.init."""
+
+    backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
+    """What carries messages; auto: nccl where every rank has a GPU, else shm where all ranks share a host,
+    else gloo."""
+    device: str = "auto"
+    """cpu; cuda, a GPU per rank; or cuda:0, one GPU for all ranks, over gloo. auto: cuda where there are GPUs
+    that the backend can use."""
+    threads: Positive = 1
+    """Threads per rank on a CPU."""
+    pp: Positive = 1
+    """Ranks per pipeline, each with some of the layers."""
+    shard: Annotated[int, SHARD] = 1
+    """Ranks per shard group, which divides what the stage of sharding says; every group has all of it. 1: all
+    ranks are one group. Best is the number of ranks per host."""
+    deterministic: bool = False
+    """On GPUs, set what the same bits need before CUDA starts; CPUs need nothing."""
+
+    @property
+    def named_backend(self) -> str | None:
+        """The backend, or None where it is to be chosen."""
+        return None if self.backend == "auto" else self.backend
+
+    @property
+    def named_device(self) -> str | None:
+        """The device, or None where it is to be chosen."""
+        return None if self.device == "auto" else self.device
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state is saved."""
 
-    every: int = 100
-    """Steps between two checkpoints; 0 saves at the end only."""
-    keep: int = 3
-    """Newest checkpoints to keep; at least 2, because one bad block is enough to lose one."""
+    every: Count = 100
+    """Steps between two checkpoints; 0: at the end only."""
+    keep: Annotated[int, FROM_2] = 3
+    """Newest checkpoints to keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChecksConfig:
-    """What is watched while the run goes on, and what then happens. spike and skip-steps may change the
-    bits, where they apply."""
+    """What is checked during training. Only spike and skip-steps may change the bits."""
 
-    max_skipped: int = 5
+    max_skipped: Count = 5
     """Steps in a row that may be skipped because their gradient is not finite or a spike; one more ends the
     run."""
-    spike: float = 0.0
-    """Skip a step whose gradient norm is above the median of the last ones by this many median absolute
-    deviations; 0: never."""
-    skip_steps: tuple[int, ...] = ()
+    spike: Annotated[float, FROM_0] = 0.0
+    """Skip a step whose gradient norm is this many median absolute deviations above the median of the last
+    ones; 0: never. With one optimizer."""
+    skip_steps: Annotated[tuple[int, ...], FROM_0] = ()
     """Steps, counted from 0, that read their samples and leave the weights alone."""
-    replicas_every: int = 50
+    replicas_every: Count = 50
     """Steps between two comparisons of all ranks' weights and moments; 0: never."""
-    leaves_every: int = 0
-    """Steps from one that is made twice, its micro-batches on other ranks the second time, and compared, to
-    the next; on three ranks or more, a rank that computes otherwise is named. 0: never."""
+    replay_every: Count = 0
+    """Replay one step in N, its micro-batches on other ranks the second time, and compare the two; on three
+    ranks or more, the rank that computes otherwise is named. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerConfig:
-    """What ledger.jsonl, by which instep compare compares, has beside a sample of the state at each step."""
+class RecordConfig:
+    """What the run directory records beside a line per step."""
 
-    every: int = 50
-    """Steps between two hashes of the whole state; 0: at the end only."""
+    hash_every: Count = 50
+    """Hash the full state every N steps, for instep compare; 0: at the end only."""
     leaves: bool = False
-    """Write down the hash of every micro-batch's gradient, so that instep compare can tell whether a gradient
-    was computed otherwise, or only the sum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceConfig:
-    """What every rank records of its time; instep report shows it."""
-
-    events: int = 1 << 17
-    """How many events each rank keeps, the last ones; a step has some 30 to 300, of 56 bytes each. 0: none
-    on disk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogsConfig:
-    """Where the figures of metrics.jsonl go beside it, from rank 0."""
-
+    """Hash every micro-batch's gradient, so that instep compare can tell a different gradient from a
+    different sum."""
+    events: Count = 1 << 17
+    """Last events that each rank keeps for instep report; a step has some 30 to 300, of 56 bytes each. 0:
+    none on disk."""
     tensorboard: bool = False
-    """Write tensorboard/ in the run directory; needs instep[tensorboard]."""
-    wandb: bool = False
-    """Tell Weights & Biases, offline without a key; needs instep[wandb]."""
-    wandb_project: str = "instep"
-    """The project there."""
+    """Log to tensorboard/ in the run directory, too; needs instep[tensorboard]."""
+    wandb: str = ""
+    """Log to this Weights & Biases project, too, offline without a key; needs instep[wandb]."""
 
     @property
-    def names(self) -> list[str]:
+    def loggers(self) -> list[str]:
         """Those that were asked for."""
         return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptLayout:
+class RunConfig:
+    """A run, whatever it trains."""
+
+    ranks: Count = 0
+    """Ranks (processes) to start on this host; 0: one per GPU, or per core. Under torchrun, Slurm or mpirun
+    their number is the launcher's."""
+    run_dir: Path | None = None
+    """Directory of the run; by default a new one in runs/."""
+    resume: bool = False
+    """Resume the run in --run-dir from its newest checkpoint that verifies."""
+    accept_contract: bool = False
+    """Resume although settings, script, libraries or processor have changed, and the bits may differ; the
+    ledger says where."""
+    min_ranks: Count = 0
+    """Minimum number of ranks to keep training while one is replaced; 0: wait for the replacement."""
+    stop_after: Count = 0
+    """Checkpoint and exit with code 75 after this step; 0: train to the end."""
+    fault: tuple[str, ...] = ()
+    """Inject a fault, to watch a recovery: kill:rank=1,step=12,phase=exchange, or a slow rank:
+    slow:rank=1,step=20,steps=100,phase=data,seconds=0.03. May be given several times."""
+    timeout_s: Annotated[float, ABOVE_0] = 300.0
+    """Longest that a rank may keep the others waiting, in seconds, before the run ends or replaces it."""
+    seed: Count = 0
+    """Seed of whatever a step draws: dropout, noise, the order of the data where the script uses it."""
+    parallel: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRecord(RecordConfig):
+    """What the figures of a script are of."""
+
+    items: str = ""
+    """What the throughput counts, such as tokens; by default samples, or steps without a loader."""
+    items_per_step: Count = 0
+    """How many of these items a step has."""
+    loss_unit: str = ""
+    """Unit of the loss, where it is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptLayout(MeshConfig):
     """How the ranks of a script share a step, as its wrappers and optimizers say."""
 
     strategy: str = "none"
     shard_stage: int = 0
     bucket_mb: float = 0.0
     ordered: bool = True
-    backend: str = "auto"
-    threads: int = 1
     schedule: str = ""
-
-    @property
-    def named_backend(self) -> str | None:
-        """The backend, or None where it was to be chosen."""
-        return None if self.backend == "auto" else self.backend
+    cuts: str | tuple[int, ...] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,32 +180,21 @@ class ScriptEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """By which file a run was started, and what followed its name; "" where another command did."""
+    """What a run was started by: a file, or a ``module`` (``-m``), and what followed its name; "" where
+    another command did."""
 
     script: str = ""
+    module: str = ""
     arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSettings(ScriptCommand):
+class ScriptConfig(ScriptCommand, RunConfig):
     """A run of a script, as ``config.toml`` has it."""
 
     steps: int = 0
-    stop_after: int = 0
-    seed: int = 0
-    items: str = ""
-    items_per_step: int = 0
-    loss_unit: str = ""
-    timeout_s: float = 300.0
-    run_dir: Path | None = None
-    resume: bool = False
-    accept_contract: bool = False
+    parallel: ScriptLayout = field(default_factory=ScriptLayout)
+    record: ScriptRecord = field(default_factory=ScriptRecord)
     batch: ScriptBatch = field(default_factory=ScriptBatch)
     optim: ScriptOptimizer = field(default_factory=ScriptOptimizer)
-    parallel: ScriptLayout = field(default_factory=ScriptLayout)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: ScriptEvaluation = field(default_factory=ScriptEvaluation)
-    checks: ChecksConfig = field(default_factory=ChecksConfig)
-    ledger: LedgerConfig = field(default_factory=LedgerConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
-    logs: LogsConfig = field(default_factory=LogsConfig)

@@ -1,20 +1,21 @@
-"""Settings as TOML: a frozen dataclass of scalars and of such dataclasses, every key and type checked. Pure.
+"""Settings as TOML: a frozen dataclass of scalars and of such dataclasses; keys, types, ranges checked. Pure.
 
-What is written is read back as it was. The settings themselves are a recipe's, and are not known here.
+What is written is read back as it was. A range stands beside a type: ``every: Annotated[int, FROM_0] = 50``.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Collection, Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from instep.checkpoint.manifest import Scalar
 
@@ -35,15 +36,47 @@ USUAL = {
 T = TypeVar("T")
 
 
-def flatten(topic: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, declared type, value) of every setting below ``topic``, a dataclass instance."""
-    hints = get_type_hints(type(topic))
+@dataclass(frozen=True)
+class Range:
+    """What a number may be: in ``words``, and whether it ``holds``."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+ABOVE_0 = Range("a number above 0", lambda number: number > 0)
+FROM_0 = Range("0 or more", lambda number: number >= 0)
+FROM_2 = Range("2 or more", lambda number: number >= 2)
+BELOW_1 = Range("a number from 0 to below 1", lambda number: 0 <= number < 1)
+UP_TO_1 = Range("a number from 0 to 1", lambda number: 0 <= number <= 1)
+
+
+def flatten(topic: Any, prefix: str = "", *, extras: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, declared type, value) of every setting below ``topic``, a dataclass instance; with
+    ``extras`` the type has its range."""
+    hints = get_type_hints(type(topic), include_extras=extras)
     for item in fields(topic):
         name, value = f"{prefix}{item.name}", getattr(topic, item.name)
         if is_dataclass(value):
-            yield from flatten(value, f"{name}.")
+            yield from flatten(value, f"{name}.", extras=extras)
         else:
             yield name, hints[item.name], value
+
+
+def check(config: Any) -> None:
+    """Raise ``ValueError`` for a word that is none of its setting's, or a number outside of its range."""
+    for name, kind, value in flatten(config, extras=True):
+        ranges = []
+        if get_origin(kind) is Annotated:
+            kind, *ranges = get_args(kind)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ValueError(f"{name}: expected one of {', '.join(get_args(kind))}, got {value!r}")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name}: expected a finite number, got {number}")
+            for wanted in ranges:
+                if isinstance(wanted, Range) and not wanted.holds(number):
+                    raise ValueError(f"{name}: expected {wanted.words}, got {number}")
 
 
 def scalars(topic: Any, without: Collection[str] = ()) -> dict[str, Scalar]:
@@ -73,7 +106,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def merge(base: T, tables: dict[str, Any], source: str) -> T:
+def merge(base: T, tables: Mapping[str, Any], source: str) -> T:
     """The settings ``base`` with what ``tables`` has in the place of their own.
 
     Raises:
@@ -122,7 +155,7 @@ def scalar(name: str, value: Any) -> Scalar:
     raise ValueError(f"{name}: expected a number, a word or a path, or a tuple of them, got {value!r}")
 
 
-def _merge(topic: Any, table: dict[str, Any], prefix: str, names: list[str]) -> Any:
+def _merge(topic: Any, table: Mapping[str, Any], prefix: str, names: list[str]) -> Any:
     """The dataclass instance ``topic`` with ``table`` merged in; ``names`` are all the settings."""
     hints = get_type_hints(type(topic))
     changes = {}
@@ -135,7 +168,7 @@ def _merge(topic: Any, table: dict[str, Any], prefix: str, names: list[str]) -> 
         current = getattr(topic, key)
         if not is_dataclass(current):
             changes[key] = _cast(name, value, hints[key])
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             changes[key] = _merge(current, value, f"{name}.", names)
         else:
             raise ValueError(f"{name}: expected a table, got {type(value).__name__} {value!r}")
@@ -148,9 +181,9 @@ def _cast(name: str, value: Any, kind: Any) -> Any:
         kind = get_args(kind)[0]
     if kind is float and type(value) is int:
         return float(value)
-    if kind is Path and type(value) is str:
+    if kind is Path and isinstance(value, str | Path):
         return Path(value)
-    if get_origin(kind) is tuple and type(value) is list and len(value) == len(_items(kind, value)):
+    if get_origin(kind) is tuple and type(value) in (list, tuple) and len(value) == len(_items(kind, value)):
         return tuple(_cast(name, *pair) for pair in zip(value, _items(kind, value), strict=True))
     # By the exact type: to Python a bool is an int.
     if type(value) is not (str if get_origin(kind) is Literal else kind):

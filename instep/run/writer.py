@@ -106,8 +106,8 @@ class RunWriter:
         if self.keeps:
             self._metrics = self._open(path / METRICS, written)
         write = self._open(path / LEDGER, written).write if self.keeps else _write_nothing
-        self._ledger = LedgerWriter(write, placement(training), every=training.config.ledger.every)
-        if training.config.ledger.leaves:
+        self._ledger = LedgerWriter(write, placement(training), every=training.config.record.hash_every)
+        if training.config.record.leaves:
             leaves = self._open(path / LEAVES, training.steps_done) if self.keeps else None
             self._leaves = MicroBatchHashes(training.group, leaves.write if leaves else _write_nothing)
 
@@ -229,7 +229,7 @@ def trace_head(training: ScriptTraining) -> Fields:
         micro_size=config.batch.micro_size,
         pp=mesh.axes.size("pp"),
         schedule=config.parallel.schedule,
-        cuts=getattr(config.parallel, "cuts", ""),
+        cuts=config.parallel.cuts,
     )
     num_parameters = sum(shape_of(p).numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}

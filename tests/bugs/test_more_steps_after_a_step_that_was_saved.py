@@ -17,7 +17,7 @@ from tests.run.loops import Loop
 
 
 def run_on(path: Path, num_steps: int, *, fails_at: int = -1, **words: object) -> list[int]:
-    run = instep.Run(path, checkpoint_every=2, **words)
+    run = instep.Run(path, checkpoint={"every": 2}, **words)
 
     def fail(step: instep.Step) -> None:
         if step == fails_at:

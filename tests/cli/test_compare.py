@@ -73,7 +73,7 @@ def test_without_leaves_it_prints_commands_that_the_parser_takes(runs, capsys):
     commands = [line.split() for line in out.splitlines() if line.startswith("   instep ")]
     for command, run in zip(commands, runs, strict=False):
         config = parse(command[2:])
-        assert (config.stop_after, config.ledger.leaves, config.resume) == (3, True, False)
+        assert (config.stop_after, config.record.leaves, config.resume) == (3, True, False)
         assert config.run_dir == run.with_name(f"{run.name}-leaves")
     assert commands[2] == ["instep", "compare", f"{runs[0]}-leaves", f"{runs[1]}-leaves"]
 

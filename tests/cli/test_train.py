@@ -60,11 +60,12 @@ def toml(tmp_path):
 @pytest.fixture
 def runs(monkeypatch):
     """The configs that were run, in place of running them; ``runs.ends_with`` is what the run raises."""
-    found = SimpleNamespace(started=[], ends_with=None)
+    found = SimpleNamespace(started=[], calls=[], ends_with=None)
 
-    def run(call: ScriptCall, *, ranks: int, min_ranks: int) -> int:
-        assert call.main is text.main
+    def run(call: ScriptCall, config: Config) -> int:
+        assert call.main is text.main and config.ranks > 0
         found.started.append(call.config)
+        found.calls.append(call)
         if found.ends_with is not None:
             raise found.ends_with
         return DONE
@@ -92,7 +93,7 @@ def test_a_flag_changes_one_setting(flag, name, value):
 def test_the_script_refuses_what_is_for_who_starts_the_ranks(flags):
     assert parse_script(["--steps", "9"]) == parse(["--steps", "9"])
     flag, _ = flags.split()
-    with pytest.raises(ValueError, match=f"^{flag}: expected by who starts the ranks"):
+    with pytest.raises(ValueError, match=f"^{flag} has no effect on the script itself"):
         parse_script(flags.split())
 
 
@@ -199,8 +200,17 @@ def test_half_an_environment_is_a_usage_error(runs, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("instep train: error: expected WORLD_SIZE in the environment")
 
 
-def test_a_run_goes_on_with_its_own_config_and_says_anew_where_and_how_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--run-dir", "--run_dir"])
+def test_a_run_goes_on_with_its_own_config_and_says_anew_where_and_how_far(flag: str, tmp_path: Path) -> None:
+    """With underscores, which tyro takes too, it went on with the settings of the default recipe."""
     saved = replace(text_config.default(), seed=7, ranks=5, stop_after=3, run_dir=Path("elsewhere"))
     (tmp_path / "config.toml").write_text(to_toml(saved))
-    resumed = parse(["--resume", "--run-dir", str(tmp_path), "--steps", "9"])
+    resumed = parse(["--resume", flag, str(tmp_path), "--steps", "9"])
     assert resumed == replace(text_config.default(), seed=7, steps=9, resume=True, run_dir=tmp_path)
+
+
+def test_what_the_command_says_is_what_the_script_s_run_takes(runs, tmp_path: Path) -> None:
+    flags = ["-n", "2", "--run-dir", str(tmp_path), "--fault", "kill:step=3", "--stop-after", "2"]
+    assert main(flags) == DONE
+    said = {"ranks": 2, "run_dir": tmp_path, "fault": ("kill:step=3",), "stop_after": 2}
+    assert runs.calls[0].given == {"min_ranks": 0, "resume": False, "accept_contract": False, **said}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.data.order import feistel, micro_batch_indices, round_keys, sample_at
+from instep.data.order import feistel, round_keys, sample_at
 
 SEEDS = st.integers(0, 2**64 - 1)
 few = settings(deadline=None, max_examples=50)
@@ -81,34 +81,3 @@ def test_a_place_outside_the_stream_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         sample_at(position, num_samples, seed)
-
-
-@few
-@given(num_samples=st.integers(1, 100), num_leaves=st.integers(1, 6), micro_size=st.integers(1, 5))
-def test_the_micro_batches_of_the_steps_are_the_stream_in_order(
-    num_samples: int, num_leaves: int, micro_size: int
-) -> None:
-    dealt = [
-        sample
-        for step in range(3)
-        for leaf in range(num_leaves)
-        for sample in micro_batch_indices(
-            num_samples, step=step, leaf=leaf, num_leaves=num_leaves, micro_size=micro_size, seed=1
-        )
-    ]
-    assert dealt == [sample_at(p, num_samples, 1) for p in range(3 * num_leaves * micro_size)]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"leaf": 4}, r"0 <= leaf < num_leaves\(4\), got 4"),
-        ({"leaf": -1}, "got -1: count leaves from 0"),
-        ({"step": -1}, "step >= 0, got -1"),
-        ({"micro_size": 0}, "micro_size >= 1, got 0"),
-    ],
-)
-def test_a_place_outside_the_step_is_refused(wrong: dict[str, int], message: str) -> None:
-    place = {"step": 0, "leaf": 0, "num_leaves": 4, "micro_size": 2, "seed": 0} | wrong
-    with pytest.raises(ValueError, match=message):
-        micro_batch_indices(10, **place)

@@ -86,7 +86,7 @@ def test_an_exception_is_the_same_whatever_pids_and_addresses_are_in_its_text() 
 def test_the_fifth_failure_in_a_row_ends_the_run_and_all_are_listed() -> None:
     limit = RetryLimit()
     add_all(limit, *map(failure, range(1, MAX_IN_A_ROW)))
-    with pytest.raises(RunFailed, match="5 failures in a row, without a step in between") as ended:
+    with pytest.raises(RunFailed, match="5 failures in a row with no completed step") as ended:
         limit.add(failure(MAX_IN_A_ROW))
     assert [f.attempt for f in ended.value.failures] == [1, 2, 3, 4, 5]
     assert str(ended.value).splitlines()[1:] == [f"  {failure(i)}" for i in range(1, 6)]

@@ -159,7 +159,7 @@ def test_a_fault_that_no_rank_has_come_to_is_told_of(scene: Scene) -> None:
     faults = ("kill:rank=7,step=1", "slow:rank=0,step=1,seconds=0.001", "nan:rank=0,step=1")
     assert scene.run(faults=faults) == 0
     missed = [line for line in scene.said if line.startswith("--fault ")]
-    assert missed == ["--fault kill:rank=7,step=1 did not happen: the run did not come to it"]
+    assert missed == ["--fault kill:rank=7,step=1 not triggered: its step or phase was never reached"]
 
 
 def test_survivors_keep_their_ranks_and_a_newcomer_takes_the_empty_one(scene: Scene) -> None:
@@ -461,7 +461,9 @@ def test_a_signal_to_a_worker_ends_the_run_after_the_step(scene: Scene, number: 
 
 def test_a_signal_to_the_supervisor_ends_the_run_after_the_step(scene: Scene) -> None:
     assert scene.run(steps=10**9, extra="asks_to_end", supervisor=os.getpid()) == 75
-    assert scene.said == ["SIGTERM: ending after this step, with a checkpoint; once more ends at once"]
+    assert scene.said == [
+        "SIGTERM: stopping after this step, with a checkpoint; a second signal stops at once"
+    ]
 
 
 def test_a_second_signal_ends_everything_at_once_and_in_order(

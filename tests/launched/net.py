@@ -13,7 +13,7 @@ words.add_argument("--steps", type=int, default=12)
 words.add_argument("--fail", default="", help="what rank 1 does after the backward of step 4")
 args = words.parse_args()
 
-run = instep.Run("runs/mine", checkpoint_every=3)
+run = instep.Run("runs/mine", checkpoint={"every": 3})
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
 if args.wrap == "1":

@@ -97,9 +97,7 @@ def test_a_directory_with_another_run_is_left_as_it_is(recipe, half_way, tmp_pat
     path = half_way()
     before = tree(path)
     ended = train(*recipe, "-n", 2, "--run-dir", path, cwd=tmp_path)
-    ended.assert_failed(
-        USAGE, f"{path} holds another run: pass --resume to continue it, or another --run-dir"
-    )
+    ended.assert_failed(USAGE, f"{path} has another run: pass --resume to resume it, or another --run-dir")
     assert tree(path) == before
 
 
@@ -120,7 +118,7 @@ def test_of_ranks_that_a_launcher_started_one_speaks_for_all(recipe, half_way, t
     assert all(process.returncode != 0 for process in processes)
     errors = [line for line in said.splitlines() if line.startswith("instep train: ")]
     assert len(errors) == 1, said
-    assert f"{path} holds another run" in errors[0]
+    assert f"{path} has another run" in errors[0]
     assert tree(path) == before
 
 
@@ -223,7 +221,7 @@ def test_ctrl_c_ends_a_run_and_keeps_its_record(ranks, by, recipe, tmp_path):
     assert process.returncode == INTERRUPTED
     assert re.search(
         r"instep train: interrupted after step ([3-9]|\d\d+), with a checkpoint of step 0: "
-        r"--resume --run-dir run goes on from it\n$",
+        r"resume with --resume --run-dir run\n$",
         err,
     )
     assert "Traceback" not in err
@@ -254,7 +252,7 @@ def test_a_run_shares_its_directory_with_no_other_command_and_ends_when_it_is_re
     with started_warm("train", *flags, "--run-dir", "link", cwd=tmp_path) as process:
         read_until(process, "step 3  held out")
         other = train("--resume", "-n", 1, "--run-dir", "disk", cwd=tmp_path)
-        other.assert_failed(USAGE, f"disk: another command is at work there, pid {process.pid} on ")
+        other.assert_failed(USAGE, f"disk: directory in use by pid {process.pid} on ")
         read_until(process, "step 6  held out")
         (tmp_path / "disk").rename(tmp_path / "moved")
         out, err = process.communicate()

@@ -39,7 +39,7 @@ def test_a_rank_that_takes_a_lost_ones_place_has_no_hashes_and_none_waits_for_th
     recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
 ) -> None:
     """Survivors gathered those of the step before, without it, until the deadline; twice ended the run."""
-    flags = (*recipe, "--ledger.leaves", "--timeout-s", 20, "-n", 2, "--run-dir", "run")
+    flags = (*recipe, "--record.leaves", "--timeout-s", 20, "-n", 2, "--run-dir", "run")
     ended = train(*flags, *faults("kill:rank=1,step=2,phase=gather"), cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert "never came" not in ended.err
@@ -73,7 +73,7 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
     assert process.returncode == 75, err
-    assert "SIGTERM: ending after this step, with a checkpoint; once more ends at once\n" in err
+    assert "SIGTERM: stopping after this step, with a checkpoint; a second signal stops at once\n" in err
     done = summary(path)["steps"]
     assert 0 < done < LONG
     assert f"stopped after step {done} of {LONG}; --resume goes on\n" in err

@@ -91,7 +91,7 @@ def activate(wanted, local_rank):
     return torch.device("cpu")
 
 device.num_gpus, device.activate = (lambda: 4), activate
-run = instep.Run("run", device="cuda", backend="gloo", checkpoint_every=0)
+run = instep.Run("run", mesh={"device": "cuda", "backend": "gloo"}, checkpoint={"every": 0})
 note("asks")
 model = instep.DataParallel(torch.nn.Linear(4, 1).to(run.mesh.device), run.mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def test_killed_while_a_step_is_made_again_three_ranks_give_the_bits_of_one(
     text = text.replace("loss.backward()", "(loss * factor).backward()")
     script = tmp_path / "net.py"
     script.write_text(text.replace("for step in run", ATTEMPTS.format(killed=killed) + "for step in run"))
-    ended = run("-n", 3, "--check-every", 4, cwd=tmp_path, script=script, says=("--wrap", wrap))
+    ended = run("-n", 3, "--checks.replay-every", 4, cwd=tmp_path, script=script, says=("--wrap", wrap))
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "runs" / "mine", alone)
     assert len(recoveries(tmp_path / "runs" / "mine")) == 1
@@ -254,13 +254,13 @@ def test_a_script_ends_with_its_own_code_and_is_told_that_it_has_no_run(tmp_path
     script.write_text("import sys\nprint('here')\nsys.exit(3)\n")
     ended = run("-n", 2, cwd=tmp_path, script=script)
     assert ended.code == 3
-    assert "the script has come to no loop over run.steps: each process ran it for itself" in ended.err
+    assert "the script never iterated run.steps(): every process ran independently" in ended.err
 
 
 def test_a_rank_that_ends_the_script_in_its_loop_says_so(tmp_path: Path) -> None:
     ended = run("-n", 2, cwd=tmp_path, says=("--fail", "import sys; sys.exit(5)"))
     assert ended.code == 5
-    assert re.search(r"rank \d has ended the script after step \d+ of \d+ with exit code 5", ended.err)
+    assert re.search(r"rank \d left the script after step \d+ of \d+ with exit code 5", ended.err)
 
 
 def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Path) -> None:
@@ -272,10 +272,62 @@ def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Pat
     assert f'File "{script}", line 2' in ended.err
 
 
-def test_the_script_shows_its_own_help(tmp_path: Path) -> None:
+def test_each_process_shows_the_help_of_the_script(tmp_path: Path) -> None:
     ended = run("-n", 2, cwd=tmp_path, says=("--help",))
-    assert (ended.code, ended.out.startswith("usage: net.py ")) == (0, True), ended.err
+    assert (ended.code, ended.out.count("usage: net.py ")) == (0, 2), ended.err
     assert list(tmp_path.iterdir()) == []
+
+
+FIT = """
+import argparse
+import torch
+import instep
+from .net import width
+
+words = argparse.ArgumentParser(add_help=False)
+words.add_argument("-h", type=int, help="hidden")
+hidden = words.parse_args().h
+run = instep.Run("run")
+model = instep.DataParallel(torch.nn.Sequential(torch.nn.Linear(width, hidden), torch.nn.Linear(hidden, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in run.steps(2, model=model, optimizer=optimizer):
+    with step:
+        model(torch.ones(2, width)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(f"rank {run.rank} of {run.world_size}, {hidden} wide")
+"""
+
+
+def test_a_module_of_a_package_is_run_with_a_help_flag_of_its_own(tmp_path: Path) -> None:
+    """A script's ``-h 8`` made one unsupervised rank of it, without a word."""
+    (tmp_path / "mine").mkdir()
+    for name, text in {"__init__": "", "net": "width = 4", "fit": FIT}.items():
+        (tmp_path / "mine" / f"{name}.py").write_text(text)
+    ended = instep("run", "-n", 2, "-m", "mine.fit", "-h", 8, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()[-2:]) == [f"rank {rank} of 2, 8 wide" for rank in range(2)]
+    kept = (tmp_path / "run" / "config.toml").read_text()
+    assert 'module = "mine.fit"' in kept and 'arguments = ["-h", "8"]' in kept
+
+
+SLOW = """
+import os, select
+import instep
+
+run = instep.Run("run", timeout_s={timeout_s})
+if not os.path.exists("seen"):
+    open("seen", "w").close()
+    select.select([], [], [], 60)
+"""
+
+
+def test_the_script_says_for_how_long_it_may_prepare_its_data(tmp_path: Path) -> None:
+    """The watchdog knew the command's deadline alone, 300 s."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(timeout_s=3))
+    ended = run("-n", 1, cwd=tmp_path, script=script)
+    assert re.search(r"made no progress in script for 3\.\d s \(limit 3\.0 s\)", ended.err), ended.err
 
 
 @pytest.mark.slow
@@ -300,7 +352,7 @@ def test_two_commands_do_not_write_to_one_folder_and_a_signal_ends_with_a_checkp
         read_until(first, " 1/12 ")
         second = run("-n", 1, cwd=tmp_path)
         assert second.code == 2
-        assert "another command is at work there" in second.err
+        assert "directory in use by" in second.err
         first.send_signal(signal.SIGTERM)
         _, said = first.communicate()
     assert first.returncode == 75

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from instep.elastic.faults import Faults
+from instep.elastic.faults import Fault
 from instep.run.folder import SUMMARY
 from tests.lab import two_hosts
 from tests.launched.command import started_warm, train
@@ -28,17 +28,14 @@ OVER_LINK = (
 )
 
 
-def words(faults: Faults) -> list[object]:
-    return [word for spec in faults.specs for word in ("--fault", spec)]
-
-
 def summed_up(path: Path) -> dict[str, Any]:
     return json.loads((path / SUMMARY).read_text())
 
 
-def run(recipe: Sequence[str], faults: Faults, path: Path) -> tuple[list[str], dict[str, Any]]:
+def run(recipe: Sequence[str], faults: Sequence[Fault], path: Path) -> tuple[list[str], dict[str, Any]]:
     """A run on two ranks: the lines that it ends with, and its figures."""
-    ended = train(*recipe, "--steps", STEPS, *words(faults), "-n", 2, "--run-dir", "run", cwd=path)
+    words = [f"--fault={fault}" for fault in faults]
+    ended = train(*recipe, "--steps", STEPS, *words, "-n", 2, "--run-dir", "run", cwd=path)
     assert ended.code == 0, ended.err
     return ended.out.splitlines(), summed_up(path / "run")
 
@@ -70,7 +67,7 @@ def on_two_hosts(recipe: Sequence[str], path: Path, *flags: object, rate: str) -
 def test_a_slow_rank_is_named_in_the_first_line_of_the_advice(
     phase: str, slow_in: str, words_for_it: str, recipe: tuple[str, ...], tmp_path: Path
 ) -> None:
-    said, found = run(recipe, Faults().slow(rank=1, phase=phase, **EVERY_STEP), tmp_path)
+    said, found = run(recipe, [Fault("slow", rank=1, phase=phase, **EVERY_STEP)], tmp_path)
     slow, first = found["slow_rank"], found["advice"][0]
     assert (slow["rank"], slow["phase"]) == (1, slow_in)
     assert first["cause"] == "slow rank"
@@ -82,7 +79,7 @@ def test_a_slow_rank_is_named_in_the_first_line_of_the_advice(
 
 @pytest.mark.slow
 def test_where_all_are_equally_slow_nobody_is_named(recipe: tuple[str, ...], tmp_path: Path) -> None:
-    both = Faults().slow(rank=0, **EVERY_STEP).slow(rank=1, **EVERY_STEP)
+    both = [Fault("slow", rank=rank, **EVERY_STEP) for rank in range(2)]
     said, found = run(recipe, both, tmp_path)
     assert found["slow_rank"] is None
     assert found["advice"] == []
@@ -91,7 +88,7 @@ def test_where_all_are_equally_slow_nobody_is_named(recipe: tuple[str, ...], tmp
 
 @pytest.mark.slow
 def test_a_loader_that_is_slow_everywhere_is_nobody_s_fault(recipe: tuple[str, ...], tmp_path: Path) -> None:
-    both = Faults().slow(rank=0, phase="data", **EVERY_STEP).slow(rank=1, phase="data", **EVERY_STEP)
+    both = [Fault("slow", rank=rank, phase="data", **EVERY_STEP) for rank in range(2)]
     _, found = run(recipe, both, tmp_path)
     assert found["slow_rank"] is None
     assert found["advice"][0]["cause"] == "loader"

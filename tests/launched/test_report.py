@@ -80,12 +80,12 @@ def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...
 
 
 def test_a_run_that_kept_no_trace_is_told_by_its_books(recipe: tuple[str, ...], tmp_path: Path) -> None:
-    ended = train(*recipe, "--trace.events", 0, "-n", 1, "--run-dir", "run", cwd=tmp_path)
+    ended = train(*recipe, "--record.events", 0, "-n", 1, "--run-dir", "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert not (tmp_path / "run" / "trace").exists()
     story, said = report(tmp_path / "run", tmp_path / "out")
     assert story["run"]["state"] == "finished" and story["curves"]["steps"] == [*range(1, STEPS + 1)]
-    assert "note   there is no trace in trace/: the run kept none (--trace.events 0)" in said.out
+    assert "note   there is no trace in trace/: the run kept none (--record.events 0)" in said.out
 
 
 def test_a_run_that_stopped_half_way_with_a_torn_and_a_lost_file(

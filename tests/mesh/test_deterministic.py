@@ -59,7 +59,7 @@ def test_a_workspace_of_the_user_s_stays_and_one_that_comes_too_late_is_refused(
 def test_a_run_sets_it_for_a_gpu_and_for_nothing_else(wanted: str, is_set: bool, monkeypatch) -> None:
     monkeypatch.setattr(device, "num_gpus", lambda: 1)
     monkeypatch.setattr(device, "activate", lambda device, local_rank: torch.device("cpu"))
-    Run(device=wanted, backend="gloo", deterministic=True).close()
+    Run(mesh={"device": wanted, "backend": "gloo", "deterministic": True}).close()
     assert torch.are_deterministic_algorithms_enabled() == is_set
     assert (os.environ.get(WORKSPACE) == ":4096:8") == is_set
 

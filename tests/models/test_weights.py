@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instep.models.weights import fill_normal
+from instep.models.transformer import fill_normal
 
 
 def filled(parameter: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.checkpoint.registered import Registered
+from instep.bench.memory_usage import memory_usage
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh, build
-from instep.run.memory_formula import state_bytes
-from instep.run.memory_usage import memory_usage
 from tests.pipeline.test_runtime import STEPS, G, gpt, of_one_rank, sha256, train, unfilled
 from tests.world import world
 
@@ -222,24 +220,18 @@ def test_a_model_is_from_the_meta_device_or_not(mesh: Mesh) -> None:
 
 @world(4, pp=2, dp=2)
 @pytest.mark.parametrize("divided", [False, True])
-def test_a_rank_has_what_the_formula_says_of_its_layers(mesh: Mesh, divided: bool) -> None:
+def test_a_rank_holds_its_layers_and_their_moments(mesh: Mesh, divided: bool) -> None:
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     model = instep.Pipeline(net, mesh, "gpipe", 2)
     optimizer: Any = sharded(model, mesh) if divided else ADAMW(model.parameters())
     model.step(lambda output, _: output.square().mean(), lambda _: torch.ones(2, 256))
     optimizer.step()
-    said = state_bytes(Registered({"model": model, "optimizer": optimizer}))
     layers = 2 if mesh.along["pp"].rank == 1 else 1
     size = 4 * layers * 256 * 256
-    assert said is not None
-    assert [said[x] for x in ("parameters", "gradients", "optimizer")] == [
-        size,
-        size,
-        2 * size // (1 + divided),
-    ]
+    said = {"parameters": size, "gradients": size, "optimizer": 2 * size // (1 + divided)}
     counted = memory_usage(net, optimizer, model)
-    for name in ("parameters", "gradients", "optimizer"):
-        assert getattr(counted, name) == pytest.approx(said[name], rel=0.01)
+    for name, nbytes in said.items():
+        assert getattr(counted, name) == pytest.approx(nbytes, rel=0.01)
     if divided:
         optimizer.close()
     model.close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from instep.recipes.text_config import Config, ParallelConfig, check_rows, check_world, tiny, validate
-from instep.run.settings import LedgerConfig
+from instep.run.settings import RecordConfig
 
 
 def config(**parallel: object) -> Config:
@@ -21,9 +21,8 @@ STAGES = [
     ({"shard_stage": 3, "ordered": False}, "with parallel.ordered false.*; leave"),
 ]
 GROUPS = [
-    ({"shard_ranks": 2}, "shard_ranks 2 with parallel.shard_stage 0, where nothing is divided: set"),
-    ({"shard_stage": 1, "shard_ranks": 1}, "expected 2 or more, or 0 for all ranks, got 1"),
-    ({"shard_stage": 1, "shard_ranks": -2}, "expected 2 or more, or 0 for all ranks, got -2"),
+    ({"shard": 2}, "parallel.shard 2 with parallel.shard_stage 0, where nothing is divided: set"),
+    ({"shard_stage": 1, "shard": 0}, "parallel.shard: expected 1 or more, or -1 for all ranks, got 0"),
 ]
 
 
@@ -34,10 +33,10 @@ def test_what_a_stage_does_not_go_with_is_refused(parallel: dict[str, object], s
 
 
 def test_no_rank_that_has_a_part_of_a_gradient_can_hash_it() -> None:
-    leaves = LedgerConfig(leaves=True)
-    with pytest.raises(ValueError, match=r"shard_stage 2 with ledger\.leaves.*; set"):
-        validate(replace(config(shard_stage=2), ledger=leaves))
-    validate(replace(config(shard_stage=1), ledger=leaves))
+    leaves = RecordConfig(leaves=True)
+    with pytest.raises(ValueError, match=r"shard_stage 2 with record\.leaves.*; set"):
+        validate(replace(config(shard_stage=2), record=leaves))
+    validate(replace(config(shard_stage=1), record=leaves))
 
 
 def test_every_stage_may_be_asked_for() -> None:
@@ -47,14 +46,14 @@ def test_every_stage_may_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "said"),
     [
-        (7, "7 ranks for shard groups of parallel.shard_ranks 2: use 6 or 8 ranks, another"),
-        (1, "1 rank for shard groups of parallel.shard_ranks 2: use 2 ranks, another"),
+        (7, "7 ranks for shard groups of parallel.shard 2: use 6 or 8 ranks, another"),
+        (1, "1 rank for shard groups of parallel.shard 2: use 2 ranks, another"),
     ],
 )
 def test_ranks_that_are_no_whole_shard_groups_are_refused(num_ranks: int, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         check_rows(num_ranks, 2)
-    asked = config(shard_stage=3, shard_ranks=2)
+    asked = config(shard_stage=3, shard=2)
     with pytest.raises(ValueError, match=re.escape(said)):
         check_world(asked, num_ranks)
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -63,7 +62,8 @@ def test_ranks_that_are_no_whole_shard_groups_are_refused(num_ranks: int, said: 
 
 def test_whole_shard_groups_and_what_a_launcher_could_start_again_are_not() -> None:
     check_rows(6, 3)
-    check_rows(5, 0)
-    asked = config(shard_stage=3, shard_ranks=2)
+    check_rows(5, 1)
+    check_rows(5, -1)
+    asked = config(shard_stage=3, shard=2)
     check_world(asked, 4)
     check_world(asked, 3, restarted=True)

@@ -1,15 +1,13 @@
 """The config: what it refuses and in which words, what the bits may depend on, the rates that it draws."""
 
 import ast
-import inspect
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import pytest
 
-import instep
 from instep.pipeline import schedules
 from instep.recipes import text_config
 from instep.recipes.text_config import (
@@ -22,15 +20,15 @@ from instep.recipes.text_config import (
     local_ranks,
     merge,
     numerical,
-    run_options,
     schedule_of,
     validate,
 )
 from instep.replicate.strategies import STRATEGIES
-from instep.run.toml import flatten
+from instep.run import settings
+from instep.run.toml import Range, flatten
 
 HEIGHT = 5
-TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval", "checks", "ledger", "trace", "logs")
+TOPICS = ("model", "batch", "optim", "parallel", "checkpoint", "eval", "checks", "record")
 
 
 def changed(**topics: object) -> Config:
@@ -113,12 +111,11 @@ def test_a_schedule_of_ones_own_is_a_file(tmp_path):
 
 
 def test_every_number_outside_the_model_has_a_range():
-    numbers = {
-        name
-        for name, kind, value in flatten(text_config.default())
-        if kind in (int, float) or (get_origin(kind) is tuple and str not in get_args(kind))
-    }
-    assert {name for name in numbers if not name.startswith("model.")} == set(text_config.RANGES)
+    for name, kind, _ in flatten(text_config.default(), extras=True):
+        bare, *ranges = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+        is_number = bare in (int, float) or (get_origin(bare) is tuple and str not in get_args(bare))
+        if is_number and not name.startswith("model."):
+            assert any(isinstance(x, Range) for x in ranges), name
 
 
 def test_the_strategies_are_those_that_exist():
@@ -179,28 +176,21 @@ def test_numerical_has_everything_else():
 
 
 def test_every_setting_has_a_sentence():
-    for topic in ast.parse(Path(text_config.__file__).read_text()).body:
-        if isinstance(topic, ast.ClassDef) and topic.decorator_list:
-            for declared, after in pairwise(topic.body):
-                if isinstance(declared, ast.AnnAssign) and declared.target.id not in TOPICS:
-                    assert isinstance(after, ast.Expr), f"{topic.name}.{ast.unparse(declared.target)}"
+    for module in (text_config, settings):
+        for topic in ast.parse(Path(module.__file__).read_text()).body:
+            if (
+                isinstance(topic, ast.ClassDef)
+                and topic.name.endswith("Config")
+                and topic.name != "ScriptConfig"
+            ):
+                for declared, after in pairwise(topic.body):
+                    if isinstance(declared, ast.AnnAssign) and declared.target.id not in TOPICS:
+                        assert isinstance(after, ast.Expr), f"{topic.name}.{ast.unparse(declared.target)}"
 
 
 def test_a_preset_yields_to_what_stands_beside_it():
     model = changed(model={"layers": 2, "preset": "medium"}).model
     assert (model.layers, model.width, model.heads) == (2, 1024, 16)
-
-
-def test_a_run_is_told_what_there_is_to_be_told():
-    known = inspect.signature(instep.Run).parameters
-    assert set(run_options(text_config.tiny())) < set(known)
-
-
-def test_how_a_command_goes_on_is_not_written_down_with_the_settings():
-    config = replace(text_config.tiny(), resume=True, accept_contract=True)
-    told = run_options(config)
-    assert (told["resume"], told["accept_contract"]) == (True, True)
-    assert told["config"] == text_config.tiny()
 
 
 def drawn(optim: OptimConfig, num_steps: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -125,6 +125,15 @@ def nothing_on_some_leaves(model: nn.Module, micro_batch: MicroBatch, step: int)
     micro_batch.weight = 3 * (micro_batch.index % 3)
     if micro_batch.weight:
         model(data(micro_batch, step)[: micro_batch.weight]).square().sum().backward()
+
+
+def conv_net(norm: Callable[[int], nn.Module] = nn.BatchNorm2d, num_classes: int = 10) -> nn.Module:
+    """Images (B, 3, H, W) to logits (B, num_classes)."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1, bias=False), norm(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1, bias=False), norm(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+        *(nn.Flatten(), nn.Linear(64, num_classes)),
+    )
 
 
 class Images(nn.Module):

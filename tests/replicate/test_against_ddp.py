@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
-from instep.models.conv import SmallConvNet
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, numbers
-from tests.replicate.nets import Dense, Tied, gpt
+from tests.replicate.nets import Dense, Tied, conv_net, gpt
 from tests.world import world
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], None]
@@ -142,7 +141,7 @@ def test_accumulation_by_setting_the_attribute(mesh: Mesh) -> None:
 
 @world(2, by="process")
 def test_batch_norm_keeps_rank_0_s_statistics_after_each_step(mesh: Mesh) -> None:
-    module = filled(SmallConvNet(num_classes=3))
+    module = filled(conv_net(num_classes=3))
     alone = copy.deepcopy(module)
     assert_trains_as_ddp_does(copy.deepcopy(module), plain(image_loss))
     model = DataParallel(module)

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from instep.events import BUFFERS
 from instep.mesh.mesh import Mesh
-from instep.models.conv import SmallConvNet
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from tests.parity import filled, numbers
-from tests.replicate.nets import WIDTH
+from tests.replicate.nets import WIDTH, conv_net
 from tests.replicate.replicas import equal_everywhere, square
 from tests.world import world
 
@@ -156,7 +155,7 @@ def test_sharded_modules_too(mesh: Mesh) -> None:
 
 @world(2)
 def test_running_statistics_of_a_conv_net_are_rank_0_s(mesh: Mesh) -> None:
-    model = DataParallel(filled(SmallConvNet(num_classes=3)), process_group=mesh)
+    model = DataParallel(filled(conv_net(num_classes=3)), process_group=mesh)
     for turn in range(2):
         model(numbers(4, 3, 8, 8, key=f"{turn} {mesh.rank}")).square().mean().backward()
         assert equal_everywhere(mesh, model.buffers())

@@ -7,34 +7,27 @@ from pathlib import Path
 import pytest
 
 from instep.recipes import text_config
-from instep.run.again import again, word
-from instep.run.settings import ScriptSettings
+from instep.run.again import again
+from instep.run.settings import ScriptConfig
 from instep.run.toml import CONFIG, to_toml
 
-LEAVES = ("--stop-after", "3", "--ledger.leaves")
-SCRIPT = ScriptSettings(script="my train.py", arguments=("--lr", "1e-3"))
+LEAVES = ("--stop-after", "3", "--record.leaves")
+SCRIPT = ScriptConfig(script="my train.py", arguments=("--lr", "1e-3"))
+
+
+MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
 
 
 @pytest.mark.parametrize(
-    ("settings", "command", "leaves"),
+    ("settings", "command"),
     [
-        (
-            text_config.tiny(),
-            "instep train --config {path}/config.toml --run-dir again --no-resume " + " ".join(LEAVES),
-            "--ledger.leaves",
-        ),
-        (
-            SCRIPT,
-            "instep run --run-dir again --stop-after 3 --leaves 'my train.py' --lr 1e-3",
-            "--leaves",
-        ),
-        (ScriptSettings(), "", "--leaves"),
+        (text_config.tiny(), "instep train --config {path}/config.toml --run-dir again --no-resume {leaves}"),
+        (SCRIPT, "instep run --run-dir again {leaves} 'my train.py' --lr 1e-3"),
+        (MODULE, "instep run --run-dir again {leaves} -m mine.train"),
+        (ScriptConfig(), ""),
     ],
-    ids=["recipe", "script", "notebook"],
+    ids=["recipe", "script", "module", "notebook"],
 )
-def test_it_is_in_the_words_of_what_has_made_the_run(
-    settings: object, command: str, leaves: str, tmp_path: Path
-) -> None:
+def test_it_is_in_the_words_of_what_has_made_the_run(settings: object, command: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(to_toml(settings))
-    assert again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path)
-    assert word(tmp_path, "--ledger.leaves") == leaves
+    assert again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path, leaves=" ".join(LEAVES))

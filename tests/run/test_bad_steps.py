@@ -58,7 +58,7 @@ def test_a_gradient_that_is_not_finite_is_used_on_no_rank(mesh: Mesh, kind: str,
 @pytest.mark.parametrize("kind", ["replicas", "stage2"])
 @world(2, by="process", backend="shm")
 def test_a_spike_is_skipped_on_all_ranks(mesh: Mesh, kind: str, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", kind, spike=50.0)
+    placed = run_of(tmp_path / "run", kind, checks={"spike": 50.0})
     loss = large_at(18, factor=1e6)(placed)
     placed.train(20, loss=loss)
     health = placed.run._steps.training.health
@@ -76,7 +76,7 @@ def test_a_spike_is_skipped_on_all_ranks(mesh: Mesh, kind: str, tmp_path: Path) 
 def test_steps_on_the_list_have_the_same_bits_on_every_placement(
     mesh: Mesh, kind: str, tmp_path: Path
 ) -> None:
-    placed = run_of(tmp_path / "run", kind, skip_steps=(1, 2))
+    placed = run_of(tmp_path / "run", kind, checks={"skip_steps": (1, 2)})
     assert placed.train(4) == [0, 1, 2, 3]
     told(mesh, "summed up")
     end(placed)

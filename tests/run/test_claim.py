@@ -69,7 +69,7 @@ def test_a_restart_before_there_was_a_run_begins_one(
 
 @world(2)
 def test_a_restart_that_cannot_know_its_run_says_so(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=r"torchrun does not tell a restart which run .*: pass --run-dir"):
+    with pytest.raises(ValueError, match=r"torchrun does not say which run it restarts: pass --run-dir"):
         claim(None, place("", restarts=1), mesh.world.group)
 
 

@@ -73,7 +73,7 @@ def test_without_a_name_every_run_has_a_new_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(CONFIG, "holds another run: pass --resume to continue it"), ("thesis.tex", "holds other files: pass")],
+    [(CONFIG, "has another run: pass --resume to resume it"), ("thesis.tex", "has other files: pass")],
 )
 def test_a_directory_that_holds_something_is_refused_and_left_as_it_was(tmp_path, name, message):
     (tmp_path / name).write_text("precious")
@@ -108,7 +108,7 @@ def test_a_mistyped_directory_is_not_resumed_from_the_beginning(tmp_path):
 
 def test_a_directory_of_other_files_is_not_resumed_into(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="holds other files and no run to resume"):
+    with pytest.raises(ValueError, match="has other files and no run to resume"):
         claimed(config(tmp_path, resume=True))
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_still_going_on_is_not_resumed(tmp_path):
     with another_process() as pid:
         alive = replace(own_peer(1), pid=pid, start_time=start_time(pid))
         path = a_run(tmp_path / "a", replace(own_peer(0), start_time=1), alive)
-        with pytest.raises(ValueError, match=rf"still going on in rank 1 \(pid {pid}\): wait for it"):
+        with pytest.raises(ValueError, match=rf"still alive, rank 1 \(pid {pid}\): wait for them"):
             claimed(config(path, resume=True))
         assert sorted(file.name for file in path.iterdir()) == [CONFIG, WORKERS]
     assert claimed(config(path, resume=True)) == path
@@ -190,7 +190,7 @@ def test_a_directory_that_another_command_works_in_is_refused_with_its_process_a
         begin(path, to_toml(config(path)), [])
         before = tree(path)
         here = f"pid {os.getpid()} on {socket.gethostname()}"
-        with pytest.raises(ValueError, match=re.escape(f"{path}: another command is at work there, {here}")):
+        with pytest.raises(ValueError, match=re.escape(f"{path}: directory in use by {here}")):
             claimed(config(path, resume=resume))
         assert tree(path) == before
     assert claimed(config(path, resume=True)) == path
@@ -211,7 +211,7 @@ def test_a_lock_goes_with_a_holder_that_was_killed_and_what_it_said_does_not_cou
     command = [sys.executable, "-c", HOLD, str(tmp_path / "a")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
-        with pytest.raises(ValueError, match="another command is at work there, another process"):
+        with pytest.raises(ValueError, match="directory in use by another process"):
             claimed(config(tmp_path / "a", resume=True))
         process.kill()
     (tmp_path / "a" / LOCK).write_bytes(own_peer(0).to_bytes())  # of a process that lives, and holds no lock
@@ -237,9 +237,10 @@ def test_without_locks_one_is_told_and_a_holder_that_can_be_seen_counts(tmp_path
     said: list[str] = []
     with claim(config(tmp_path), said.append):
         assert said == [
-            f"{tmp_path}: this file system has no locks: do not start another command there meanwhile"
+            f"{tmp_path}: this file system has no locks: do not start another command in this directory "
+            "meanwhile"
         ]
-        with pytest.raises(ValueError, match=f"another command is at work there, pid {os.getpid()}"):
+        with pytest.raises(ValueError, match=f"directory in use by pid {os.getpid()}"):
             claim(config(tmp_path), said.append)
 
 
@@ -268,7 +269,7 @@ def test_a_link_to_a_directory_is_claimed_and_one_to_nothing_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     with claim(config(tmp_path / "link"), print) as held:
         assert held.path == tmp_path / "link" and (tmp_path / "disk" / LOCK).exists()
-        with pytest.raises(ValueError, match="another command"):
+        with pytest.raises(ValueError, match="directory in use by"):
             claimed(config(tmp_path / "disk"))
     (tmp_path / "nowhere").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ValueError, match="is a link to nothing, expected a directory"):

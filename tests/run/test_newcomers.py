@@ -40,7 +40,8 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Come]:
     page = HeartbeatPage.create()
     ours, theirs = Pipe()
     begun = Started(
-        ControlChannel(WorkerSpec(0, page.file, theirs)), ScriptCall(Path(), run_dir=tmp_path / "run")
+        ControlChannel(WorkerSpec(0, page.file, theirs)),
+        ScriptCall(Path(), given={"run_dir": str(tmp_path / "run")}),
     )
 
     def new(data: str, contract: int) -> str:
@@ -65,9 +66,7 @@ def test_as_long_as_the_ranks_have_not_agreed_all_are_ready(number: int, come: C
 
 
 def test_one_that_reads_other_data_is_never_ready_and_names_them(number: int, come: Come) -> None:
-    with pytest.raises(
-        ContractBroken, match=r"^it would compute other bits than the ranks .*: data\.sha256: "
-    ):
+    with pytest.raises(ContractBroken, match=r"^not admitted: .* restore these: data\.sha256: "):
         come("others", number)
 
 
@@ -75,5 +74,5 @@ def test_one_that_computes_other_numbers_is_never_ready(
     number: int, come: Come, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptTraining, "canary", "0" * 64)
-    with pytest.raises(ContractBroken, match="the same numbers"):
+    with pytest.raises(ContractBroken, match="not admitted: it computes other numbers"):
         come("these", number)

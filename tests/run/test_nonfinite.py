@@ -84,7 +84,7 @@ def diverged(mesh: Mesh, placed: Placed, **words: object) -> Diverged:
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @world(2, by="process", backend="shm")
 def test_a_gradient_is_named_with_its_parameter_and_rank(mesh: Mesh, kind: str, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", kind, max_skipped=1)
+    placed = run_of(tmp_path / "run", kind, checks={"max_skipped": 1})
     # Number 1 is the rank's own in an undeclared step. In stages 2 and 3 ranks take turns.
     numbers, rank, where = {1}, 1, "that rank 1 computed"
     if kind != "undeclared":
@@ -105,7 +105,7 @@ def test_a_gradient_is_named_with_its_parameter_and_rank(mesh: Mesh, kind: str, 
 
 @world(2, by="process", backend="shm")
 def test_a_loss_is_known_by_all_the_gradients_that_it_spoils(mesh: Mesh, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", "replicas", max_skipped=0)
+    placed = run_of(tmp_path / "run", "replicas", checks={"max_skipped": 0})
 
     def loss(model: nn.Module, step: int, number: int) -> Tensor:
         return placed.loss(model, step, number) * (math.inf if number == 1 else 1.0)
@@ -121,7 +121,7 @@ def test_a_loss_is_known_by_all_the_gradients_that_it_spoils(mesh: Mesh, tmp_pat
 @world(2, by="process", backend="shm")
 def test_a_weight_goes_before_the_gradients_that_it_spoils(mesh: Mesh, kind: str, tmp_path: Path) -> None:
     """Where it is in slices, one rank has it."""
-    placed = run_of(tmp_path / "run", kind, max_skipped=0)
+    placed = run_of(tmp_path / "run", kind, checks={"max_skipped": 0})
 
     def spoil(step: int, module: nn.Module) -> None:
         entries = dict(placed.run._steps.training.entries())
@@ -135,7 +135,7 @@ def test_a_weight_goes_before_the_gradients_that_it_spoils(mesh: Mesh, kind: str
 
 @world(2, by="process", backend="shm")
 def test_what_no_micro_batch_shows_is_laid_on_what_comes_after(mesh: Mesh, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", "replicas", max_skipped=0)
+    placed = run_of(tmp_path / "run", "replicas", checks={"max_skipped": 0})
 
     def spoil(step: int, module: nn.Module) -> None:
         gradient = dict(module.named_parameters())["2.bias"].grad
@@ -152,7 +152,7 @@ def test_what_no_micro_batch_shows_is_laid_on_what_comes_after(mesh: Mesh, tmp_p
 
 @world(2, by="process", backend="shm")
 def test_spikes_that_last_end_a_run_without_a_search(mesh: Mesh, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", "replicas", max_skipped=1, spike=10.0)
+    placed = run_of(tmp_path / "run", "replicas", checks={"max_skipped": 1, "spike": 10.0})
 
     def loss(model: nn.Module, step: int, number: int) -> Tensor:
         if step == 1:
@@ -171,7 +171,7 @@ def test_spikes_that_last_end_a_run_without_a_search(mesh: Mesh, tmp_path: Path)
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @world(2, by="process", backend="shm")
 def test_a_fault_makes_the_gradient_of_one_rank_nan(mesh: Mesh, kind: str, tmp_path: Path) -> None:
-    placed = run_of(tmp_path / "run", kind, max_skipped=0)
+    placed = run_of(tmp_path / "run", kind, checks={"max_skipped": 0})
     injector = FaultInjector([Fault("nan", rank=1, step=2, name="2.weight")])
     injector.rank = mesh.rank
 

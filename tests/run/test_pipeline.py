@@ -45,7 +45,7 @@ def train(run: instep.Run, loss: Loss = squares, num_steps: int = 2) -> list[int
 @pytest.mark.slow
 @world(2, by="process")
 def test_a_loss_by_the_clock_shows_in_all_stages(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1, pp=2)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1}, mesh={"pp": 2})
     with differing(run) as error:
         train(run, by_the_clock())
     told = str(error.value)
@@ -60,10 +60,10 @@ def test_a_step_made_twice_is_the_step_and_micro_batches_have_the_hashes_of_one_
 ) -> None:
     for name, options, steps in (
         ("once", {}, [0, 1]),
-        ("twice", {"check_every": 1, "pp": 2}, [0, 0, 1, 1]),
-        ("otherwise", {"pp": 2}, [0, 1]),
+        ("twice", {"checks": {"replay_every": 1}, "mesh": {"pp": 2}}, [0, 0, 1, 1]),
+        ("otherwise", {"mesh": {"pp": 2}}, [0, 1]),
     ):
-        run = instep.Run(tmp_path / name, ledger_every=1, ledger_leaves=True, **options)
+        run = instep.Run(tmp_path / name, record={"hash_every": 1, "leaves": True}, **options)
         wrong = 2.0 if name == "otherwise" else 1.0
         calls: list[Tensor] = []
 

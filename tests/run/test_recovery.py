@@ -139,7 +139,7 @@ def test_after_it_there_is_no_beginning_any_more(config, tmp_path):
     mine.agree()
     mine.step()
     mine.training.rank_state.restoring()
-    with pytest.raises(CheckpointRejected, match="no rank has the state of the run any more, and there is"):
+    with pytest.raises(CheckpointRejected, match="no rank has the run's state, and there is"):
         restore_newest(mine.training, None, Checkpoints(tmp_path, 60))
 
 

@@ -193,7 +193,7 @@ def test_what_is_lost_or_nonsense_is_noted_and_the_rest_is_told(tmp_path, damage
 def test_that_no_trace_was_kept_is_said_once(tmp_path):
     shutil.rmtree(run_of(tmp_path) / FOLDER)
     (note,) = notes_of(tmp_path)
-    assert note.startswith("there is no trace in trace/: the run kept none (--trace.events 0)")
+    assert note.startswith("there is no trace in trace/: the run kept none (--record.events 0)")
 
 
 @pytest.mark.parametrize("setting", ["x", [1], None, {"strategy": 7}])

@@ -16,7 +16,8 @@ import instep
 from instep.checkpoint.registered import Registered
 from instep.reduce.tree import rank_major
 from instep.run.script_layout import global_batch, introduction, layout_of, number_words, shard_axis
-from instep.run.settings import ScriptBatch, ScriptSettings
+from instep.run.settings import ScriptBatch, ScriptConfig
+from tests.parity import world_of_one
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,10 @@ def test_pipelines_that_ranks_cannot_be_cut_into_are_told(pp: int, num_lines: in
     training = SimpleNamespace(config=config, mesh=mesh, registered=SimpleNamespace(models={}))
     said = introduction(cast(Any, training), Path(), shard=1, pp=pp, is_first=False)
     assert (
-        said == ["3 ranks cannot be cut into pipelines of 2: these have 3, which changes no bits"][:num_lines]
+        said
+        == ["3 ranks are no multiple of a pipeline of 2: pipelines have 3 ranks, with the same bits"][
+            :num_lines
+        ]
     )
 
 
@@ -88,6 +92,9 @@ def test_a_number_has_the_digits_that_say_something(number: int, said: str) -> N
     assert number_words(number) == said
 
 
+PP: dict[str, Any] = {"schedule": "interleaved", "micro_batches": 2, "chunks": 2}
+
+
 def wrapped(kind: str) -> tuple[Any, torch.optim.Optimizer]:
     module = nn.Linear(4, 4)
     if kind == "fully_shard":
@@ -110,9 +117,19 @@ def wrapped(kind: str) -> tuple[Any, torch.optim.Optimizer]:
 )
 def test_what_is_divided_is_among_the_settings(kind: str, strategy: str, stage: int, ordered: bool) -> None:
     model, optimizer = wrapped(kind)
-    found = layout_of(Registered({"model": model, "optimizer": optimizer}), ScriptSettings(), "auto").parallel
+    found = layout_of(Registered({"model": model, "optimizer": optimizer}), ScriptConfig()).parallel
     model.close()
     assert (found.strategy, found.shard_stage, found.ordered) == (strategy, stage, ordered)
+
+
+@pytest.mark.parametrize(("cuts", "said"), [("cost", "cost"), ([1], (1,))])
+def test_what_a_pipeline_is_cut_by_is_among_the_settings(cuts: Any, said: Any) -> None:
+    """It was not, so a run that was cut by cost was advised to be cut by cost."""
+    model = instep.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_of_one(), cuts=cuts, **PP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = layout_of(Registered({"model": model, "optimizer": optimizer}), ScriptConfig()).parallel
+    model.close()
+    assert (found.cuts, found.schedule) == (said, "interleaved")
 
 
 class Named(torch.utils.data.Dataset[Tensor]):

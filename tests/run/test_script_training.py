@@ -20,7 +20,7 @@ from instep.models.transformer import GPT
 from instep.rng.keys import initialize
 from instep.run.rank_state import Holds
 from instep.run.script_training import ScriptTraining
-from instep.run.settings import ScriptSettings
+from instep.run.settings import ScriptConfig
 from tests.parity import world_of_one
 from tests.rejoin import slice_bytes, unranked
 from tests.world import world
@@ -31,7 +31,7 @@ SEED = 7
 
 def training_of(model: nn.Module, optimizer: torch.optim.Optimizer, **others: object) -> ScriptTraining:
     registered = Registered({"model": model, "optimizer": optimizer, **others})
-    return ScriptTraining(ScriptSettings(), registered, Heartbeat())
+    return ScriptTraining(ScriptConfig(), registered, Heartbeat())
 
 
 def from_meta(*, seed: int | None = SEED) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -179,6 +179,6 @@ def test_a_rank_alone_has_no_state_any_more_when_it_has_left(stage: int) -> None
     assert training.rank_state.holds is Holds.NOTHING
     training.agreed()
     training.join(world_of_one(), wrappers=True)
-    with pytest.raises(CheckpointRejected, match="no rank has the state of the run any more"):
+    with pytest.raises(CheckpointRejected, match="no rank has the run's state"):
         training.begin()
     training.leave()

@@ -27,7 +27,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
     def make(name: str = "run", *, check_every: int = 1) -> Loop:
         for run in runs:
             run.close()
-        runs.append(instep.Run(tmp_path / name, check_every=check_every))
+        runs.append(instep.Run(tmp_path / name, checks={"replay_every": check_every}))
         return Loop(runs[-1])
 
     yield make
@@ -141,7 +141,7 @@ def differing(run: instep.Run) -> Iterator[pytest.ExceptionInfo[ReplicasDiffer]]
 
 @world(2, by="process")
 def test_of_two_ranks_that_compute_differently_both_are_named(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     with differing(run) as error:
         Loop(run).train(loss=lambda y: squares(y) * (1 + run.rank))
     told = str(error.value)
@@ -183,7 +183,7 @@ def train_wrapped(run: instep.Run, wrap: str, loss: Loss = squares, num_steps: i
 def test_of_three_ranks_the_one_that_computes_otherwise_is_named(
     mesh: Mesh, tmp_path: Path, wrap: str
 ) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     with differing(run) as error:
         train_wrapped(run, wrap, lambda y: squares(y) * (1.001 if run.rank == 1 else 1.0))
     told = str(error.value).splitlines()
@@ -201,7 +201,7 @@ def test_of_three_ranks_the_one_that_computes_otherwise_is_named(
 @pytest.mark.parametrize("wrap", ["0", "3"])
 @world(3, by="process")
 def test_a_loss_by_the_clock_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path, wrap: str) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     with differing(run) as error:
         train_wrapped(run, wrap, by_the_clock())
     told = str(error.value)
@@ -218,7 +218,7 @@ def test_a_loss_by_the_clock_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path, wr
 @world(3, by="process")
 def test_a_loss_that_is_another_the_first_time_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path) -> None:
     """Two of three ranks agree of each micro-batch, as a rank may have none the first time."""
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     calls: list[Tensor] = []
 
     def warmed_up(y: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_a_second_update_that_follows_from_a_wrong_first_one_is_blamed_on_no_oth
     mesh: Mesh, tmp_path: Path
 ) -> None:
     """Rank 1 computes one micro-batch otherwise, so in one of three attempts all have other weights later."""
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     loop, second = Loop(run), Loop(run)
     objects = {"second": second.model, "first": loop.model, "one": loop.optimizer, "two": second.optimizer}
     with differing(run) as error:
@@ -262,7 +262,7 @@ def test_a_second_update_that_follows_from_a_wrong_first_one_is_blamed_on_no_oth
 
 @world(3, by="process")
 def test_what_comes_over_one_rank_once_is_said_of_it(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     calls: list[Tensor] = []
 
     def slips(y: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_a_right_loop_is_what_it_is_however_the_model_is_divided(
     mesh: Mesh, tmp_path: Path, wrap: str
 ) -> None:
     for name, every, steps in (("once", 0, [0, 1]), ("twice", 1, [0, 0, 1, 1])):
-        run = instep.Run(tmp_path / name, check_every=every)
+        run = instep.Run(tmp_path / name, checks={"replay_every": every})
         assert train_wrapped(run, wrap) == steps
         run.close()
     mesh.world.group.all_gather_bytes(b"", "the end of the runs")
@@ -293,7 +293,7 @@ def test_a_right_loop_is_what_it_is_however_the_model_is_divided(
 
 @world(2, by="process")
 def test_of_a_rank_that_has_data_of_its_own_that_rank_is_told(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     loop = Loop(run)
     clock = by_the_clock()
     with differing(run) as error:
@@ -310,7 +310,7 @@ def test_of_a_rank_that_has_data_of_its_own_that_rank_is_told(mesh: Mesh, tmp_pa
 
 @world(2, by="process")
 def test_on_two_ranks_a_right_loop_is_what_it_is_on_one(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", check_every=1)
+    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
     assert Loop(run).train() == [0, 0, 1, 1, 2, 2]
     run.close()
     mesh.world.group.all_gather_bytes(b"", "the end of the run")

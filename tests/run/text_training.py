@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +24,7 @@ from instep.run.recovery import Checkpoints, restore_newest
 from instep.run.script_layout import layout_of
 from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining
-from instep.run.settings import ScriptEvaluation, ScriptSettings
+from instep.run.settings import ScriptConfig, ScriptEvaluation, ScriptRecord
 from tests.parity import world_of_one
 
 STEPS = 3
@@ -55,7 +55,7 @@ class TextTraining:
         self.module = make_model(config, torch.device("cpu"))
         self.model, self.optimizer = distribute(self.module, config, mesh or world_of_one())
         registered = Registered({"model": self.model, "optimizer": self.optimizer, "data": self.data})
-        settings = layout_of(registered, settings_of(config), config.parallel.backend)
+        settings = layout_of(registered, settings_of(config))
         module, text = self.module, self.text
         self.training = training = ScriptTraining(
             settings,
@@ -133,9 +133,9 @@ class TextTraining:
         self.optimizer.zero_grad()
 
 
-def settings_of(config: Config) -> ScriptSettings:
+def settings_of(config: Config) -> ScriptConfig:
     """What the run of ``config`` is told."""
-    return ScriptSettings(
+    return ScriptConfig(
         steps=config.steps,
         stop_after=config.stop_after,
         accept_contract=config.accept_contract,
@@ -144,8 +144,7 @@ def settings_of(config: Config) -> ScriptSettings:
         checkpoint=config.checkpoint,
         eval=ScriptEvaluation(every=config.eval.every),
         checks=config.checks,
-        ledger=config.ledger,
-        trace=config.trace,
+        record=ScriptRecord(**asdict(config.record)),
     )
 
 

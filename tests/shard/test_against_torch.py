@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
-from instep.models.conv import SmallConvNet
 from instep.models.transformer import GPT
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from tests.replicate.nets import conv_net
 from tests.world import world
 
 STEPS = 4
@@ -32,7 +32,7 @@ def transformer() -> nn.Module:
 
 def conv() -> nn.Module:
     torch.manual_seed(7)
-    return SmallConvNet(norm="group")
+    return conv_net(lambda channels: nn.GroupNorm(8, channels))
 
 
 def batch(kind: str, rank: int) -> tuple[Tensor, Tensor]:

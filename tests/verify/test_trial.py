@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instep.mesh.mesh import Mesh
-from instep.models.conv import SmallConvNet
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.verify.gradient_report import Report
 from tests.parity import filled, numbers, world_of_one
-from tests.replicate.nets import WIDTH, Dense, Images, Mixed, Segments
+from tests.replicate.nets import WIDTH, Dense, Images, Mixed, Segments, conv_net
 from tests.world import world
 
 
@@ -40,7 +39,7 @@ def verified(mesh: Mesh, module: nn.Module, batch: Any, loss: Any = square, **op
 @world(2, by="process", backend="shm")
 def test_batch_norm_dropout_and_reentrant_checkpoints_pass(mesh: Mesh) -> None:
     images = numbers(4, 3, 8, 8, key=f"images of {mesh.rank}")
-    assert verified(mesh, filled(SmallConvNet()), images).ok
+    assert verified(mesh, filled(conv_net()), images).ok
     x = rows_of(mesh.rank).requires_grad_()
     assert verified(mesh, filled(Segments(reentrant=True, dropout=0.3)), x).ok
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from instep.bench.memory_usage import MemoryUsage, count, memory_usage
 from instep.replicate.wrapper import DataParallel
-from instep.run.memory_usage import MemoryUsage, count, memory_usage
 from instep.shard.optimizer import ShardedOptimizer
 from tests.world import world
 

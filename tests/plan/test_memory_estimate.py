@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from instep.bench.memory_usage import memory_usage
 from instep.bench.saved_bytes import saved_beside
 from instep.models.config import GPTConfig, num_parameters
 from instep.models.transformer import GPT
-from instep.recipes.memory_estimate import activation_bytes, formula, num_moments
+from instep.plan.memory_estimate import activation_bytes, formula
 from instep.recipes.text import losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig, tiny
-from instep.run.memory_usage import memory_usage
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)
@@ -44,22 +44,23 @@ def test_activations_are_as_many_as_the_formula_says(
     assert said == pytest.approx(saved.nbytes, rel=0.04)
 
 
-OPTIMS = {
-    16: OptimConfig(lr=0.1),
-    12: OptimConfig(name="sgd", lr=0.1),
-    8: OptimConfig(name="sgd", momentum=0.0, lr=0.1),
+OPTIMS = {  # and how many floats per parameter each keeps
+    16: (OptimConfig(lr=0.1), 2),
+    12: (OptimConfig(name="sgd", lr=0.1), 1),
+    8: (OptimConfig(name="sgd", momentum=0.0, lr=0.1), 0),
 }
 
 
 @pytest.mark.parametrize("each", OPTIMS)
 def test_state_takes_16_12_or_8_bytes_per_parameter(each: int) -> None:
     module, windows = GPT(SMALL), torch.zeros(1, 33, dtype=torch.int64)
-    kind, options = optimizer_class(OPTIMS[each])
-    groups = parameter_groups(module, OPTIMS[each].weight_decay)
+    config, num_moments = OPTIMS[each]
+    kind, options = optimizer_class(config)
+    groups = parameter_groups(module, config.weight_decay)
     optimizer = kind(groups, **options)
     losses_of(module, windows, tiny(), CPU).mean().backward()
     optimizer.step()
-    said = formula(SMALL, num_moments(OPTIMS[each]), micro_size=1)
+    said = formula(SMALL, num_moments, micro_size=1)
     assert said["bytes_per_parameter"] == each
     assert memory_usage(module, optimizer).state == pytest.approx(each * num_parameters(SMALL), rel=0.001)
     for name in ("parameters", "gradients", "optimizer"):

@@ -1,7 +1,13 @@
 """How much memory a GPT takes to train, by formula.
 
-Model states, and how the stages divide them, are those of ``run/memory_formula.py``, for float32 and the
-optimizers of the text recipe, before there is a model.
+Model states of float32, per parameter, on W ranks; the moments are AdamW's (SGD with momentum has 4, without
+none). Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054, section 3.1, without the halves.
+
+    stage 0    weight 4      gradient 4      moments 8          16
+    stage 1    4             4               8 / W              8 + 8 / W
+    stage 2    4             4 / W           8 / W              4 + 12 / W
+    stage 3    4 / W         4 / W           8 / W              16 / W, and what is gathered
 
 Two units of stage 3 are gathered at a time, the one that computes and the next; and all that is in no block.
 
@@ -24,7 +30,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from instep.models.config import GPTConfig, num_parameters
-from instep.recipes.text_config import OptimConfig
 
 FLOAT_BYTES = 4
 
@@ -61,11 +66,6 @@ def _gathered_bytes(model: GPTConfig) -> int:
     block = num_parameters(replace(model, layers=model.layers + 1)) - num_parameters(model)
     rest = num_parameters(model) - model.layers * block
     return FLOAT_BYTES * (rest + min(model.layers, 2) * block)
-
-
-def num_moments(optim: OptimConfig) -> int:
-    """How many floats per parameter the optimizer keeps."""
-    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
 
 
 def activation_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = False) -> int:

@@ -1,7 +1,7 @@
 """A training script to start from: a small net on made-up data, for your own model, data and loss.
 
 python SCRIPT                      one process
-instep run -n 4 SCRIPT             four, of which any may die: another one takes its place
+instep run -n 4 SCRIPT             four; one that dies is replaced
 torchrun --nproc-per-node 4 SCRIPT
 """
 
@@ -11,7 +11,7 @@ from torch import nn
 import instep
 
 # The run: its folder, and who has started this process. Everything below runs in every process.
-run = instep.Run("runs/mine", checkpoint_every=100)
+run = instep.Run("runs/mine", checkpoint={"every": 100})
 
 # Your data: anything with len() and data[i]. One sample is one row here: a tensor (16,) and its class.
 torch.manual_seed(0)  # the same data and the same first weights in every process
@@ -33,7 +33,7 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 run.register(model=model, optimizer=optimizer, schedule=schedule, data=data)
 
 for step in run.steps(300):  # goes on where the newest whole state is
-    with step:  # what a lost rank breaks in here is made again, by all
+    with step:  # if a rank dies in here, all ranks retry the step
         losses = []
         for micro_batch in model.micro_batches(data):
             x, y = micro_batch.data
