@@ -206,7 +206,8 @@ class Recorder:
     def end_step(self, now_ns: int | None = None) -> None:
         """End the open step, if there is one."""
         if self._begun_ns:
-            self.settle()
+            if self.marks is not None:
+                self.settle()
             self.put(STEP, self._begun_ns, now_ns or time.monotonic_ns(), lane="host")
         self.drop_step()
 

@@ -97,10 +97,11 @@ class Rejoined:
         readers = {str(i): each for i, each in enumerate(kept)}
         rows = {place: shards_from_json(each.rows) for place, each in readers.items()}
         source = Source(assemble(rows), readers, kept[0].ties)
-        restore(state, source, merged([each.options for each in kept]), kept[0].step, None)
+        options = merged([each.options for each in kept])
+        restore(state, source, options, kept[0].step, None)
         state.settled()
         self.step = kept[0].step
-        state.resume_at(self.step)
+        state.resume_at(self.step, options)
         self.schedule.load_state_dict(kept[0].schedule)
 
     def keep(self) -> Kept | None:

@@ -33,6 +33,7 @@ from instep.bench.workloads import Workload
 from instep.bench.worlds import over_link
 from instep.cli.exit_codes import DONE
 from instep.cli.train import train
+from instep.net.process_group import alone
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, ParallelConfig
 from instep.record.directory import SUMMARY
@@ -213,7 +214,7 @@ def sent_bytes() -> dict[str, float | None]:
 
 
 def filled_bucket(num_elements: int, nodes: NodeFormat) -> Bucket:
-    (bucket,) = make_buckets([torch.zeros(num_elements)], [[0]], 1, ordered=True, nodes=nodes)
+    (bucket,) = make_buckets([torch.zeros(num_elements)], [[0]], alone(), ordered=True, nodes=nodes)
     return bucket
 
 
@@ -245,7 +246,7 @@ def unbiased(nodes: NodeFormat) -> dict[str, Any]:
 
 
 def root_of(bucket: Bucket, leaves: Tensor, step: int) -> Tensor:
-    bucket.begin(len(leaves), lambda _: 0)
+    bucket.begin(len(leaves), lambda _: 0, [range(len(leaves))])
     bucket.begin_nodes(1, step, 0)
     for number, leaf in enumerate(leaves):
         buffer = bucket.counter.open()

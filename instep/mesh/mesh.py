@@ -1,6 +1,7 @@
 """The ranks of a run as a grid, with a process group for every axis; and the registered mesh of a process.
 
-The registered mesh is the default of ``get("rank")`` and of ``process_group=None``. It and the optimizer-step
+The registered mesh is the default of ``get("rank")`` and of ``process_group=None``. It, the table of owners
+(``reduce/owners.py``) and the optimizer-step
 hook of ``step/optimizer_guard.py`` are the only process-wide state. The main thread registers a mesh for all
 threads of the process; any other thread, such as a rank in a test, registers one for itself.
 """

@@ -317,7 +317,7 @@ class Pipeline(WrappedOnce, ModuleProxy):
         if source is not None:
             source.advance()
         self.next_step = step + 1
-        self._gradients.settled()
+        self._gradients.changed()
         return losses
 
     def micro_batches(self, *_: Any, **__: Any) -> NoReturn:

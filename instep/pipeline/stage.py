@@ -7,7 +7,6 @@ a visit for the forward, and later one for the backward, with visits of other mi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,20 +20,18 @@ from torch.optim import Optimizer
 
 from instep.events import Recorder
 from instep.net.clocks import measure
-from instep.net.device import generators, marks_for
+from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers, replaced
 from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
 from instep.pipeline.tied import TiedParameters
 from instep.replicate.reducer import Reducer
-from instep.rng.keys import LeafKeys
 from instep.state.alignment import align
-from instep.step import optimizer_guard
-from instep.step.backward import Backward, release
-from instep.step.micro_batches import DeclaredStep, MicroBatch
+from instep.step.micro_batches import MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import ReductionOptions, StepPlan
+from instep.step.session import StepSession
 from instep.verify.subject import Subject, Value
 from instep.verify.trial import RestoreOnExit
 
@@ -107,12 +104,10 @@ class Stage:
         self.reducer.refuse = refusal
         self.reducer.exchange.offsets_ns = offsets_ns
         self._device = next((p.device for p in layers.parameters()), torch.device("cpu"))
-        recorder.marks = recorder.marks or marks_for(self._device)
-        keys = LeafKeys(layers, seed, generators(self._device), blocks)
-        self.declared = DeclaredStep(layers, self.reducer, keys, registry)
-        self._backward = Backward(self.declared, broadcast=False, records=False)
-        self._unbind = weakref.finalize(self, release, self._backward.hooks, self.reducer.lane, group)
-        optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
+        self._session = StepSession(
+            self, layers, self.reducer, registry, self._device, seed=seed, blocks=blocks, records=False
+        )
+        self.declared = self._session.declared
         self._alive: dict[int, Alive] = {}  # by micro-batch
         self._kept: dict[int, Later] = {}  # by micro-batch
         # Parameters that the first micro-batch has used, and that are in none of the layers.
@@ -126,7 +121,6 @@ class Stage:
         self._kept.clear()
         with self.declared.begun(plan):
             yield
-        optimizer_guard.reduced(self.reducer)
 
     def forward(
         self, micro_batch: MicroBatch, values: Values, loss: Callable[[Any], Tensor] | None = None
@@ -243,8 +237,9 @@ class Stage:
 
     def on_trial(self) -> RestoreOnExit:
         """A context between two steps, for one whose gradients are compared."""
-        self._backward.look_back()
-        subject = Subject(self.layers, self._backward, "", self.declared.keys.seed, 0, (), self.values)
+        backward = self._session.backward
+        backward.look_back()
+        subject = Subject(self.layers, backward, "", self.declared.keys.seed, 0, (), self.values)
         return RestoreOnExit(subject, generators(self._device))
 
     def take_back(self) -> None:
@@ -254,12 +249,11 @@ class Stage:
 
     def abandon(self) -> None:
         """Give up the step that is under way, and tell no rank."""
-        self.declared.abandon()
-        self.close()
+        self._session.abandon()
 
     def close(self) -> None:
         """Remove the hooks, end the lane, give back the group."""
-        self._unbind()
+        self._session.close()
 
     def _span(self, kind: str, micro_batch: MicroBatch) -> Any:
         return self.recorder.span(SPANS[kind], lane="compute", leaf=micro_batch.index, stage=self.number)

@@ -7,6 +7,7 @@ between ``step()`` and the optimizer's step, which refuses them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from instep.events import PIPELINE, Recorder
 from instep.memory import bytes_of, tensor_of
 from instep.pipeline.home import PipelineHome
-from instep.reduce import norm
+from instep.reduce.owners import GradientPeers, entry
 
 Sample: TypeAlias = tuple[Tensor, bytes]  # the parameter that has the smallest gradient, and that
 GRADIENT_NORM = "the gradient norm"
@@ -29,7 +30,7 @@ CHANGED = (
 )
 
 
-class StageGradients:
+class StageGradients(GradientPeers):
     """The gradients of the parameters of ``home``. ``recorder`` records the wait for the norm, which for a
     rank that has computed all is the drain of the pipeline."""
 
@@ -40,9 +41,10 @@ class StageGradients:
         self._versions: list[tuple[int, int]] = []
         self._sample: Sample | None = None  # a GradScaler writes past torch's count of writes
         if home.group.size > 1:
-            norm.add_up_with(self, home.parameters)
+            for p in home.parameters:
+                entry(p).peers = weakref.ref(self)
 
-    def settled(self) -> None:
+    def changed(self) -> None:
         """Gradients have been reduced, or clipped: nothing else may write to them."""
         self._versions = [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self._mine]
         smallest = next((p for p in self._mine if p.grad is not None), None)

@@ -21,7 +21,7 @@ W: number of ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import or_
@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from instep.hook import weakly
-from instep.memory import Segment, align_bytes, allocate
+from instep.memory import align_bytes
 from instep.mesh.axes import slice_length
+from instep.net.process_group import Group
 from instep.reduce.blocks import place
 from instep.reduce.node_format import IN_FLOAT32, BucketNodes, NodeFormat, Stretch
-from instep.reduce.tree import Node, are_siblings
+from instep.reduce.tree import Node, Sum, are_siblings, plan_sum, side_by_side
 
 
 class TreeAccumulator:
@@ -136,7 +137,7 @@ class TreeAccumulator:
 
 MEBIBYTE = 1 << 20
 Caps = float | Sequence[float] | Callable[[Sequence[int]], Sequence[float]]
-Allocate = Callable[[int, int, torch.device], Segment]
+Leaves = Sequence[Sequence[int]]  # by rank
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -197,8 +198,11 @@ class Slot:
 
 @dataclass
 class Bundle:
-    """Parameters whose gradients are exchanged together, and their progress in the open leaf.
+    """Parameters whose gradients the ranks of ``group`` add up together, and their progress in the open leaf.
 
+    Its class is the operation: a ``Bucket`` is reduced to all ranks of the group, which may be this rank
+    alone, a ``SlicedBucket`` to slices. ``places`` are those of the group among the ranks that make the step
+    together, which exchange headers; None: they are the same ranks, and each leaf is on one of them.
     ``pending`` counts the parameters whose gradient of the open leaf is incomplete.
     """
 
@@ -206,6 +210,8 @@ class Bundle:
     slots: list[Slot]
     dtype: torch.dtype
     device: torch.device
+    group: Group
+    places: Sequence[int] | None = field(default=None, init=False)
     pending: int = field(default=0, init=False)
     is_open: bool = field(default=False, init=False)  # the open leaf is incomplete
     ready_ns: int = field(default=0, init=False)  # when the last gradient of the open leaf arrived
@@ -213,6 +219,7 @@ class Bundle:
     # By rank, after an exchange, one bit per slot: has a gradient; is frozen.
     presence: list[int] = field(default_factory=list, init=False)
     frozen: list[int] = field(default_factory=list, init=False)
+    is_full: bool = field(default=False, init=False)  # each rank of the group has all gradients
 
     def begin_nodes(self, *key: int) -> None:
         """Start a reduction whose nodes are rounded by random numbers of ``key``."""
@@ -226,6 +233,9 @@ class Bundle:
     @cached_property
     def nbytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    def open(self, leaf: int, *, whole: bool = False) -> None:
+        """Leaf number ``leaf`` begins: gradients wait in ``.grad`` until it is their bundle's turn."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """All slots of ``buffer``, each with the shape of its parameter, in the bundle's dtype."""
@@ -248,17 +258,22 @@ class Bundle:
         return flags
 
     def set_flags(self, by_rank: Sequence[int]) -> None:
-        """Store the ``flags`` of all ranks."""
-        self.presence, self.frozen = [], []
-        for flags in by_rank:
-            self.presence.append(flags & self.every)
+        """Store the ``flags`` of all ranks; those outside of the group have other parameters."""
+        self.presence, self.frozen, self.is_full = [], [], True
+        for at, flags in enumerate(by_rank):
+            is_member = self.places is None or at in self.places
+            present = flags & self.every if is_member else 0
+            self.is_full &= present == self.every or not is_member
+            self.presence.append(present)
             self.frozen.append(flags >> len(self.slots))
 
     def present_on_some(self) -> Sequence[int]:
         """The numbers of the slots that had a gradient on some rank, after an exchange."""
-        on_some = reduce(or_, self.presence)
         numbers = range(len(self.slots))
-        return numbers if on_some == self.every else [k for k in numbers if on_some >> k & 1]
+        if self.is_full:
+            return numbers
+        on_some = reduce(or_, self.presence)
+        return [k for k in numbers if on_some >> k & 1]
 
     @cached_property
     def every(self) -> int:
@@ -276,14 +291,13 @@ class Bucket(Bundle):
 
     The constructor allocates memory for one leaf. In backward, between ``open`` and ``close`` of each leaf,
     gradients are written to the buffer ``leaf``, or added to it if ``adds``. After the last leaf the exchange
-    reduces ``counter.roots`` to the mean gradient in ``counter.home``.
+    reduces ``counter.roots`` to the mean gradient in ``counter.home``, down the tree of ``sum``.
     """
 
-    num_ranks: int
     ordered: bool = True
-    allocate: Allocate = allocate
     nodes_format: NodeFormat = IN_FLOAT32
     parts: Sequence[Stretch] | None = None  # the elements of each parameter, if not as in ``slots``
+    sum: Sum | None = field(default=None, init=False)
     leaf: Tensor | None = field(default=None, init=False)
     adds: bool = field(default=False, init=False)
     launched: bool = field(default=False, init=False)
@@ -294,17 +308,21 @@ class Bucket(Bundle):
         granule = align_bytes(self.device) // self.dtype.itemsize
         end = max(slot.offset + slot.length for slot in self.slots)
         multiple = max(granule, self.nodes_format.block(self.dtype))
-        self.slice_length = slice_length(end, self.num_ranks, multiple)
+        self.slice_length = slice_length(end, self.group.size, multiple)
         parts = self.stretches if self.parts is None else self.parts
         self.nodes = self.nodes_format.of_bucket(
-            parts, self.slice_length, self.num_ranks, self.dtype, self.device
+            parts, self.slice_length, self.group.size, self.dtype, self.device
         )
         self._views: dict[int, list[Tensor]] = {}
+        self._leaf_numbers: dict[int, int] | None = (
+            None  # of this rank's leaves in the tree, if they are others
+        )
+        self._summed: tuple[Leaves, int] = (), 0  # the leaves that ``sum`` is of
         self._make_counter()
 
     @cached_property
     def num_elements(self) -> int:
-        return self.slice_length * self.num_ranks
+        return self.slice_length * self.group.size
 
     @property
     def home(self) -> Tensor:
@@ -326,8 +344,9 @@ class Bucket(Bundle):
         """All slots of ``buffer``, made once per buffer."""
         return self._views[buffer.data_ptr()]
 
-    def begin(self, num_leaves: int, num_attached: Callable[[Bucket], int]) -> None:
-        """Start a step; ``num_attached(self)`` of the parameters' ``.grad`` are views of ``home`` now.
+    def begin(self, num_leaves: int, num_attached: Callable[[Bucket], int], leaves: Leaves) -> None:
+        """Start a step of ``leaves`` by rank; ``num_attached(self)`` of the parameters' ``.grad`` are views
+        of ``home`` now.
 
         If the program holds another such view, for instance a gradient kept from an earlier step, the bucket
         moves to new memory instead of overwriting that view.
@@ -336,6 +355,13 @@ class Bucket(Bundle):
         if views > 0 and views > num_attached(self):
             self._views.clear()
             self._make_counter()
+        self._leaf_numbers = None
+        if self.places is not None:
+            own = leaves[self.places[self.group.rank]]
+            leaves, num_leaves = side_by_side(leaves, self.places)
+            self._leaf_numbers = dict(zip(own, leaves[self.group.rank], strict=True))
+        if self.ordered and (leaves, num_leaves) != self._summed:
+            self._summed, self.sum = (leaves, num_leaves), plan_sum(leaves, num_leaves)
         self.counter.reset(num_leaves)
         self.launched = False
         for slot in self.slots:
@@ -344,6 +370,7 @@ class Bucket(Bundle):
     def open(self, leaf: int, *, whole: bool = False) -> None:
         """Choose the memory for the gradients of leaf number ``leaf``; ``whole``: a buffer of its own."""
         counter = self.counter
+        leaf = leaf if self._leaf_numbers is None else self._leaf_numbers[leaf]
         if not counter.roots:
             self.adds, self.leaf = False, counter.home
             return
@@ -354,6 +381,7 @@ class Bucket(Bundle):
     def close(self, leaf: int) -> None:
         """Leaf number ``leaf`` is complete."""
         assert self.leaf is not None
+        leaf = leaf if self._leaf_numbers is None else self._leaf_numbers[leaf]
         if self.adds:
             self.counter.added(leaf)
         else:
@@ -367,7 +395,7 @@ class Bucket(Bundle):
         self._idle_references = self._references()
 
     def _buffer(self) -> Tensor:
-        segment = self.allocate(self.nbytes, align_bytes(self.device), self.device)
+        segment = self.group.allocate(self.nbytes, align_bytes(self.device), self.device)
         buffer = segment.elements(self.dtype).fill_(-0.0)
         self._views[buffer.data_ptr()] = [self.view(slot, buffer) for slot in self.slots]
         return buffer
@@ -379,30 +407,32 @@ class Bucket(Bundle):
 
 def make_buckets(
     parameters: Sequence[Tensor],
-    groups: Sequence[Sequence[int]],
-    num_ranks: int,
+    members: Sequence[Sequence[int]],
+    group: Group,
     *,
     ordered: bool,
-    allocate: Allocate = allocate,
     nodes: NodeFormat = IN_FLOAT32,
+    groups: Mapping[int, Group] | None = None,
 ) -> list[Bucket]:
-    """Buckets for ``groups`` of positions in ``parameters``, every parameter at an aligned address.
+    """Buckets for ``members``, positions in ``parameters``, every parameter at an aligned address.
 
-    ``allocate(nbytes, align, device)`` returns their memory, which other ranks may be able to map.
+    The ranks of ``group`` add them up, in memory that they may be able to map; those at a position in
+    ``groups`` the ranks of another one.
     """
     buckets = []
-    for index, group in enumerate(groups):
-        first = parameters[group[0]]
+    for index, positions in enumerate(members):
+        first = parameters[positions[0]]
         dtype, device = wire_dtype(first.dtype), first.device
         granule = align_bytes(device) // dtype.itemsize
-        members = [parameters[position] for position in group]
-        lengths = [num_real(parameter) for parameter in members]
+        its = [parameters[position] for position in positions]
+        lengths = [num_real(parameter) for parameter in its]
         offsets, _ = place(lengths, granule, block=max(granule, nodes.block(dtype)))
         slots = [
             Slot(position, offset, length, parameter.shape, parameter.dtype.is_complex)
-            for position, offset, length, parameter in zip(group, offsets, lengths, members, strict=True)
+            for position, offset, length, parameter in zip(positions, offsets, lengths, its, strict=True)
         ]
-        buckets.append(Bucket(index, slots, dtype, device, num_ranks, ordered, allocate, nodes))
+        its_group = (groups or {}).get(positions[0], group)
+        buckets.append(Bucket(index, slots, dtype, device, its_group, ordered, nodes))
     for bucket in buckets[:-1]:
         bucket.followed = True
     return buckets

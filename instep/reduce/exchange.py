@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ from instep.reduce.header import NUM_FIELDS, Header, describe_step, disagreement
 from instep.reduce.hierarchical_transport import HierarchicalTransport
 from instep.reduce.scratch import Scratch
 from instep.reduce.shm_transport import ShmTransport
-from instep.reduce.tree import Sum, plan_sum
+from instep.reduce.tree import Sum
 
 _weight, _buffers, _input_digest = map(attrgetter, ("weight", "buffers", "input_digest"))
 
@@ -47,7 +47,9 @@ _weight, _buffers, _input_digest = map(attrgetter, ("weight", "buffers", "input_
 class OrderedAllReduce:
     """Reduces buckets over ``group``, one after the other, from one thread at a time.
 
-    ``transport`` defaults to the fastest one for the group's backend and hosts.
+    Headers go to all its ranks. Data goes to those of the bucket's group, which may be some of them.
+    ``transport`` defaults to the fastest one for the group's backend and hosts. Ranks with the same number in
+    ``data_ranks`` share their micro-batches.
     """
 
     def __init__(
@@ -58,12 +60,15 @@ class OrderedAllReduce:
         ordered: bool,
         max_parameters: int,
         transport: CollectiveTransport | None = None,
+        data_ranks: Sequence[int] | None = None,
     ) -> None:
         self.group = group
         self.recorder = recorder
         self.ordered = ordered
         self.header_length = header_length(max_parameters)
+        self.data_ranks = range(group.size) if data_ranks is None else data_ranks
         self.transport = transport or _fastest_transport(group)
+        self._transports: dict[Group, CollectiveTransport] = {}  # of other groups
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to the first rank's
         self.compare: Callable[[Sequence[Header]], None] | None = None  # called before each reduction
         self.buffers: list[int] = []  # by rank, from the headers of the last bucket
@@ -74,34 +79,36 @@ class OrderedAllReduce:
         """The receive buffers."""
         return self.transport.scratch.buffers
 
-    def run(self, bucket: Bucket, header: Header, leaves: Sequence[Sequence[int]]) -> None:
+    def run(self, bucket: Bucket, header: Header) -> None:
         """Reduce the ``counter.roots`` of ``bucket`` to the mean gradient in ``bucket.home``.
 
-        ``leaves[r]`` are the leaves of rank r. The sum over all G leaves is multiplied once by
-        1 / (sum of the ranks' weights).
+        The sum over all leaves of its group is multiplied once by 1 / (sum of all ranks' weights).
 
         Raises:
             Desync: the ranks are not in the same exchange; raised on every rank.
             PeerLost: a rank did not arrive.
             ReplicasDiffer: from ``compare``, before a gradient is added; raised on every rank.
-            ValueError: the weights of all ranks sum to zero.
+            ValueError: the weights of all ranks sum to zero, or differ among ranks that share a micro-batch.
         """
         name = f"the exchange of bucket {header.bucket}"
-        plan = plan_sum(leaves, header.num_leaves) if self.ordered else None
+        plan = bucket.sum if self.ordered else None
+        transport = self.transport if bucket.group is self.group else self._transport_of(bucket.group)
+        payload = None if plan is None or transport is not self.transport else (bucket, plan)
         started_ns = time.monotonic_ns()
         try:
-            headers = self._agree(bucket, header, name, None if plan is None else (bucket, plan))
-            agreed_ns, scale = time.monotonic_ns(), mean_scale(headers)
+            headers = self._agree(bucket, header, name, payload)
+            agreed_ns, scale = time.monotonic_ns(), mean_scale(headers, self.data_ranks)
             if plan is None:
-                self._unordered(bucket, scale, name)
+                _unordered(bucket, scale, name)
             else:
-                self.transport.reduce(bucket, plan, scale, name)
+                transport.reduce(bucket, plan, scale, name)
         except PeerLost as lost:
             raise _with_step(header, lost) from None
         except (InstepError, ValueError):
             raise  # on every rank
         except BaseException:  # on this rank alone, an interrupt for example, perhaps between two messages
-            self.group.break_off(name)
+            for group in {self.group, bucket.group}:
+                group.break_off(name)
             raise
         exchanged = "exchange", agreed_ns, time.monotonic_ns(), bucket.nodes.wire_bytes, -1
         self._record(headers, started_ns, agreed_ns, exchanged)
@@ -182,13 +189,19 @@ class OrderedAllReduce:
             return Desync(str(problem))
         return self.group.out_of_step(problem, name)
 
-    def _unordered(self, bucket: Bucket, scale: float, name: str) -> None:
-        """The plain all-reduce, in the backend's order, for comparison."""
-        if not bucket.counter.roots:
-            bucket.home.zero_()
-        self.group.all_reduce(bucket.home, name)
-        if scale != 1.0:
-            bucket.home.mul_(scale)
+    def _transport_of(self, group: Group) -> CollectiveTransport:
+        if group not in self._transports:
+            self._transports[group] = _fastest_transport(group)
+        return self._transports[group]
+
+
+def _unordered(bucket: Bucket, scale: float, name: str) -> None:
+    """The plain all-reduce, in the backend's order, for comparison."""
+    if not bucket.counter.roots:
+        bucket.home.zero_()
+    bucket.group.all_reduce(bucket.home, name)
+    if scale != 1.0:
+        bucket.home.mul_(scale)
 
 
 def _fastest_transport(group: Group) -> CollectiveTransport:
@@ -205,13 +218,20 @@ def _with_step(header: Header, lost: PeerLost) -> PeerLost:
     return PeerLost(message, ranks=lost.ranks, operation=lost.operation)
 
 
-def mean_scale(headers: Sequence[Header]) -> float:
-    """1 / (sum of the ranks' weights).
+def mean_scale(headers: Sequence[Header], data_ranks: Sequence[int]) -> float:
+    """1 / (sum of the weights), where ranks with the same number in ``data_ranks`` have the same ones.
 
     Raises:
-        ValueError: the weights sum to zero.
+        ValueError: the weights sum to zero, or those of one micro-batch differ.
     """
-    weight = sum(map(_weight, headers))
+    weights = {*zip(data_ranks, map(_weight, headers), strict=True)}
+    if len(weights) > len({*data_ranks}):
+        found = [*map(_weight, headers)]
+        raise ValueError(
+            f"ranks that share micro-batches give them other weights: {found} by rank, data ranks "
+            f"{[*data_ranks]}: count all items of the micro-batch on each"
+        )
+    weight = sum(map(itemgetter(1), weights))
     if weight == 0:
         raise ValueError("the weights of all micro-batches of the step sum to 0: there is nothing to average")
     return 1.0 / weight

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+
+from instep.reduce.owners import GradientPeers, owner_of
 
 NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "linalg_norm", "vector_norm", "norm"})
 ZEROS = frozenset({"zero_", "_foreach_zero_"})
@@ -27,21 +28,11 @@ STAY_SHARDS = PRODUCTS | {"add", "clamp", "clip", "detach", "float", "nan_to_num
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-class ShardOwner(Protocol):
-    """What has reduced gradients to shards on several ranks."""
-
-    def square_sums(self, shards: Sequence[Tensor]) -> list[float]:
-        """Sums of squares of all blocks of these gradients, on all ranks. Collective."""
-
-    def all_found_inf(self, found_inf: Tensor) -> None:
-        """``found_inf`` is 1 on all ranks if it is on one. Collective."""
-
-
 class GradientShard(Tensor):
     """This rank's shard of the gradient of the parameter called ``instep_name``."""
 
     instep_name: str
-    instep_owner: weakref.ref[ShardOwner]
+    instep_peers: weakref.ref[GradientPeers]
     instep_is_part = True  # other ranks have more of it
     instep_is_zeroed = False  # by ``zero_grad(set_to_none=False)``
 
@@ -67,58 +58,41 @@ class GradientShard(Tensor):
         if called in STAY_SHARDS or getattr(func, "__self__", None) is DATA:
             of = next((x for x in tree_leaves(args) if isinstance(x, cls)), None)
             if of is not None and type(made) is Tensor and made.shape == of.shape:
-                return _shard_of(made, of.instep_name, of.instep_owner, of.instep_is_part)
+                return gradient_shard(made, of.instep_name, of.instep_peers, is_part=of.instep_is_part)
         return made
 
 
-def gradient_shard(values: Tensor, name: str, owner: ShardOwner, *, is_part: bool) -> GradientShard:
+def gradient_shard(
+    values: Tensor, name: str, peers: weakref.ref[GradientPeers], *, is_part: bool
+) -> GradientShard:
     """``values``, which stay where they are, as the gradient of this rank's shard of parameter ``name``."""
-    return _shard_of(values, name, weakref.ref(owner), is_part)
-
-
-def _shard_of(values: Tensor, name: str, owner: weakref.ref[ShardOwner], is_part: bool) -> GradientShard:
     x: GradientShard = Tensor._make_subclass(GradientShard, values)
-    x.instep_name, x.instep_owner, x.instep_is_part = name, owner, is_part
+    x.instep_name, x.instep_peers, x.instep_is_part = name, peers, is_part
     return x
 
 
-_reduced_by: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its name, who reduces its gradient
-
-
-def is_reduced_by(owner: ShardOwner, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-    """From now on a ``.grad`` of any of ``parameters`` is this rank's shard, also one that a program sets."""
-    for name, p in zip(names, parameters, strict=True):
-        _reduced_by[p] = name, weakref.ref(owner)
-
-
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Every ``.grad``, as a ``GradientShard`` where other ranks have more of it."""
+    """Every ``.grad``, as a ``GradientShard`` where other ranks have more of it, also if a program set it."""
     for p in parameters:
-        name, known = _reduced_by.get(p, ("", None))
-        owner = None if known is None else known()
-        if owner is not None and p.grad is not None and not isinstance(p.grad, GradientShard):
-            p.grad = gradient_shard(p.grad, name, owner, is_part=True)
+        owner = owner_of(p)
+        peers = None if owner is None else owner.peers()
+        if owner is None or peers is None or not peers.cut:
+            continue
+        if p.grad is not None and not isinstance(p.grad, GradientShard):
+            p.grad = gradient_shard(p.grad, owner.name, weakref.ref(peers), is_part=True)
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def owner_of(gradient: Tensor) -> ShardOwner | None:
-    """Whose shard ``gradient`` is; None if it is whole."""
+def peers_in(gradient: Tensor) -> GradientPeers | None:
+    """Who knows the ranks that have more of ``gradient``; None if it is whole."""
     is_part = isinstance(gradient, GradientShard) and gradient.instep_is_part
-    return gradient.instep_owner() if is_part else None  # type: ignore[attr-defined]
-
-
-def by_owner(gradients: Sequence[Tensor]) -> list[tuple[ShardOwner, list[Tensor]]]:
-    """The shards among ``gradients``, with their owners, in the order of the first ones."""
-    found: dict[int, tuple[ShardOwner, list[Tensor]]] = {}
-    for x in gradients:
-        if (owner := owner_of(x)) is not None:
-            found.setdefault(id(owner), (owner, []))[1].append(x)
-    return list(found.values())
+    return gradient.instep_peers() if is_part else None  # type: ignore[attr-defined]
 
 
 def _unscale(
     func: Callable[..., None], gradients: Sequence[Tensor], found_inf: Tensor, scale: Tensor
 ) -> None:
     func(gradients, found_inf, scale)
-    for owner, _ in by_owner(gradients):
-        owner.all_found_inf(found_inf)
+    for peers in dict.fromkeys(map(peers_in, gradients)):
+        if peers is not None:
+            peers.all_found_inf(found_inf)

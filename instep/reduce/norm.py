@@ -8,23 +8,20 @@ of blocks are added exactly (``math.fsum``), in any order.
 from __future__ import annotations
 
 import math
-import weakref
-from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
 from itertools import accumulate, groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.events import Recorder
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.buckets import flat_real
-from instep.reduce.gradient_shard import by_owner, gradients_of, owner_of
+from instep.reduce.gradient_shard import gradients_of, peers_in
+from instep.reduce.owners import GradientPeers, peers_of
 
 
 class Clips:
@@ -65,13 +62,9 @@ PIECE_BLOCKS = 32
 GPU_PIECE_BLOCKS = 2048  # a batch has fewer than twice as many: 128 MB in float64
 
 
-def block_square_sums(x: Tensor) -> Tensor:
-    """Sum of squares of every block of ``x``, in order: (ceil(numel / 4096),) float64 on ``x``'s device."""
-    return _block_square_sums([flat_real(x.detach())])
-
-
-def _block_square_sums(flat: Sequence[Tensor]) -> Tensor:
-    """Sums of squares of the blocks of each of ``flat``, on one device; of several tensors in some order.
+def block_square_sums(*flat: Tensor) -> Tensor:
+    """Sums of squares of the blocks of each of ``flat``, on one device, (sum of ceil(numel / 4096),) float64;
+    of several tensors in some order.
 
     On a CPU the norms of all partial blocks are one call, since most parameters are shorter than a block;
     its bits are those of one call each.
@@ -93,7 +86,7 @@ def _block_square_sums(flat: Sequence[Tensor]) -> Tensor:
 
 
 def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
-    """``_block_square_sums`` on a GPU, in an order that does not depend on the number of blocks.
+    """``block_square_sums`` on a GPU, in an order that does not depend on the number of blocks.
 
     torch's own sum on a GPU splits a row among more threads if there are fewer rows, and so adds in another
     order. Here the second half of every row is added to the first, elementwise, until one column is left.
@@ -116,67 +109,30 @@ def _sums_by_halves(flat: Sequence[Tensor]) -> Tensor:
     return torch.cat(sums)
 
 
-class OtherRanks(Protocol):
-    """Knows which ranks have the gradients of some parameters that this rank has not."""
-
-    def square_sums(self, own: Sequence[float]) -> list[float]:
-        """Those of all ranks, of which ``own`` are this rank's. Collective."""
-
-    def settled(self) -> None:
-        """The gradients on this rank have been clipped."""
-
-
-_others: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its ``OtherRanks``
-
-
-def add_up_with(others: OtherRanks, parameters: Iterable[Tensor]) -> None:
-    """From now on the norm over any of ``parameters`` is one over all ranks that ``others`` know."""
-    for p in parameters:
-        _others[p] = weakref.ref(others)
-
-
-def others_of(parameters: Iterable[Tensor]) -> dict[OtherRanks | None, list[Tensor]]:
-    """``parameters`` by who knows other ranks that have gradients of them, in order; None: nobody has to."""
-    found: dict[OtherRanks | None, list[Tensor]] = {}
-    for p in parameters:
-        known = _others.get(p)
-        found.setdefault(None if known is None else known(), []).append(p)
-    return found
-
-
 def norm_over(parameters: Iterable[Tensor]) -> float:
     """The 2-norm over the gradients of ``parameters``. Collective if they are sharded or in a pipeline."""
-    squares: list[float] = []
-    for others, its in others_of(parameters).items():
-        own = _all_square_sums(gradients_of(its))
-        squares += own if others is None else others.square_sums(own)
-    return math.sqrt(exact_sum(squares))
+    found: dict[GradientPeers | None, list[Tensor]] = {}
+    for p in parameters:
+        its = found.setdefault(peers_of(p), [])
+        if p.grad is not None:
+            its.append(p.grad)
+    return _norm(found)
 
 
 def grad_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over ``gradients``, as far as this rank's go; collective if they are sharded."""
-    return math.sqrt(exact_sum(_all_square_sums(list(gradients))))
+    found: dict[GradientPeers | None, list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault(peers_in(gradient), []).append(gradient)
+    return _norm(found)
 
 
-def _all_square_sums(gradients: Sequence[Tensor]) -> list[float]:
+def _norm(gradients: Mapping[GradientPeers | None, Sequence[Tensor]]) -> float:
     squares: list[float] = []
-    for distinct in _rounds(gradients):
-        squares += _square_sums([x for x in distinct if owner_of(x) is None])
-        for owner, shards in by_owner(distinct):
-            squares += owner.square_sums(shards)
-    return squares
-
-
-def _rounds(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """``gradients`` in lists without repeats; a parameter counts as often as it is listed, as in torch."""
-    rounds: list[list[Tensor]] = []
-    times = Tally[int]()
-    for x in gradients:
-        if times[id(x)] == len(rounds):
-            rounds.append([])
-        rounds[times[id(x)]].append(x)
-        times[id(x)] += 1
-    return rounds
+    for peers, its in gradients.items():
+        own = _square_sums(its)
+        squares += own if peers is None else peers.square_sums(own)
+    return math.sqrt(exact_sum(squares))
 
 
 def exact_sum(numbers: Sequence[float]) -> float:
@@ -201,8 +157,9 @@ def _square_sums(gradients: Iterable[Tensor]) -> list[float]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        by_device.setdefault(dense.device, []).append(flat_real(dense.detach()))
-    return [value for flat in by_device.values() for value in _block_square_sums(flat).tolist()]
+        if dense.numel():
+            by_device.setdefault(dense.device, []).append(flat_real(dense.detach()))
+    return [value for flat in by_device.values() for value in block_square_sums(*flat).tolist()]
 
 
 def clip_grad_norm_(
@@ -258,9 +215,9 @@ def clip_grad_norm_(
         factor = max_norm / (norm + 1e-6)
         if not factor >= 1.0:  # also when it is nan
             _scale(gradients, factor)
-            for others in others_of(parameters):
-                if others is not None:
-                    others.settled()
+            for peers in dict.fromkeys(map(peers_of, parameters)):
+                if peers is not None:
+                    peers.changed()
         if watch is not None:
             watch.add(norm, gradients)
     return torch.tensor(norm, dtype=torch.float64, device="cpu")

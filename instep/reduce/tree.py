@@ -101,6 +101,22 @@ def _plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
     return sum_of([node for own in by_rank for node in own], list(map(len, by_rank)), num_leaves)
 
 
+def side_by_side(
+    leaves: Sequence[Sequence[int]], places: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The leaves of the ranks at ``places`` as those of a tree of their own, and how many it has.
+
+    Ranks that share a micro-batch contribute a leaf each. Of ``places`` 0 to 3:
+
+        micro-batches   rank 0: 0   rank 1: 0   rank 2: 1   rank 3: 1
+        leaves                  0           1           2           3
+    """
+    order = sorted((leaf, rank) for rank, place in enumerate(places) for leaf in leaves[place])
+    numbers = {pair: number for number, pair in enumerate(order)}
+    found = [[numbers[leaf, rank] for leaf in leaves[place]] for rank, place in enumerate(places)]
+    return tuple(map(tuple, found)), len(order)
+
+
 def sum_of(nodes: Sequence[Node], counts: Sequence[int], num_leaves: int) -> Sum:
     """The sum of roots that are the values of ``nodes``, which must cover all leaves once each."""
     stack, adds, sums = _merge(nodes, num_leaves)

@@ -18,14 +18,14 @@ from instep.reduce.buckets import Bucket, Bundle, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import Header
 from instep.replicate.comm_hook import CommHook
-from instep.step.reduction import Reduction, ReductionOptions, StepPlan
+from instep.step.reduction import ONE_GROUP, GradientGroups, Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
 
 
 class Reducer(Reduction):
-    """Reduces the gradients of ``parameters`` over ``group``, which has no other user, leaf by leaf.
+    """Reduces the gradients of ``parameters`` over ``group``, or over ``groups``, leaf by leaf.
 
-    After ``finish`` every ``.grad`` is the reduced gradient.
+    The groups have no other user. After ``finish`` every ``.grad`` is the reduced gradient.
     """
 
     # The buckets too: the first exchange may put them into another order.
@@ -39,14 +39,20 @@ class Reducer(Reduction):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
+        groups: GradientGroups = ONE_GROUP,
     ) -> None:
-        super().__init__(names, parameters, group, recorder, options)
+        super().__init__(names, parameters, group, recorder, options, groups)
         self.strategy = options.strategy(weakly(self._launch))
         self.exchange = OrderedAllReduce(
-            group, recorder, ordered=options.ordered, max_parameters=len(self.names)
+            group,
+            recorder,
+            ordered=options.ordered,
+            max_parameters=len(self.names),
+            data_ranks=self.data_ranks,
         )
-        named = list(zip(self.names, self.parameters, strict=True))
-        self._watch_over(named.copy, [range(group.size)])
+        named = enumerate(zip(self.names, self.parameters, strict=True))
+        shared = [one for i, one in named if groups.of.get(i, group).size > 1]
+        self._watch_over(shared.copy, self.bundling.alike or [range(group.size)])
         self.comm_hook: CommHook | None = None
         self._awaits = False  # backward has ended: what leaves now is waited for at once
         # Backward computes gradients in about the reverse of the order in which layers were registered.
@@ -57,7 +63,7 @@ class Reducer(Reduction):
         if self.comm_hook is not None:
             self.comm_hook.begin()
         for bucket in self.buckets:
-            bucket.begin(plan.num_leaves, self.gradients.num_attached)
+            bucket.begin(plan.num_leaves, self.gradients.num_attached, plan.leaves)
         self.strategy.begin(self.buckets)
         self._awaits = False
 
@@ -80,14 +86,12 @@ class Reducer(Reduction):
                 self.comm_hook.finish(self.group)
             if not self._reordered:
                 self._reorder()
-        self._exchange_statistics()
+        if self.statistics is not None:
+            self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
             self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
-        self.local = [False] * len(self.names)
-        self.exchanges += 1
-        self.given_up = False
-        self.plan = None
+        self._succeeded()
         if self._next_order is not None:
             self._make_buckets(self._next_order)
 
@@ -120,22 +124,28 @@ class Reducer(Reduction):
     def _make_buckets(self, order: list[int]) -> None:
         self._order = order
         self._next_order: list[int] | None = None
-        groups = self.strategy.group(self.parameters, order, self.options.caps)
+        by_group: dict[Group, list[int]] = {}
+        for i in order:
+            by_group.setdefault(self.bundling.of.get(i, self.group), []).append(i)
+        caps, members = self.options.caps, list[list[int]]()
+        for positions in by_group.values():
+            members += self.strategy.group(self.parameters, positions, caps)
+        if len(by_group) > 1:  # else they are in the order in which backward completes them
+            members.sort(key=lambda its: order.index(its[-1]))
         self.buckets = make_buckets(
             self.parameters,
-            groups,
-            self.group.size,
+            members,
+            self.group,
             ordered=self.options.ordered,
-            allocate=self.group.allocate,
             nodes=self.options.nodes,
+            groups=self.bundling.of,
         )
+        for bucket in self.buckets:
+            if bucket.group is not self.group or self.bundling.data_ranks:
+                bucket.places = [self.group.ranks.index(rank) for rank in bucket.group.ranks]
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         large = {i for i, is_large in enumerate(self.gradients.is_large) if is_large}
         self._with_large = {self.place[i].index for i in large}
-
-    def _open(self, bucket: Bundle) -> None:
-        assert isinstance(bucket, Bucket) and self.leaf is not None
-        bucket.open(self.leaf, whole=self.observer is not None)
 
     def _settle(self, i: int) -> None:
         bucket = self.place[i]
@@ -172,7 +182,7 @@ class Reducer(Reduction):
         if self.comm_hook is not None:
             return self._hook(self.comm_hook, bucket, header._replace(hooked=1), name)
 
-        run = partial(self.exchange.run, bucket, header, plan.leaves)
+        run = partial(self.exchange.run, bucket, header)
         if stream.is_used:
             run = partial(stream.run_after, stream.computed(), run)
         # In this thread where it waits anyway: to hand over, and back, takes a turn of the interpreter each.

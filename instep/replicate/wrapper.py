@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
 from instep.net.agree import all_or_none
 from instep.net.clocks import measure
-from instep.net.device import generators, marks_for
 from instep.reduce.buckets import Caps
 from instep.reduce.node_format import NodeFormat
 from instep.replicate.comm_hook import CommHook, Hook
@@ -21,16 +19,15 @@ from instep.replicate.ddp_keywords import require_group, require_supported_keywo
 from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
-from instep.rng.keys import LeafKeys
 from instep.state.alignment import align
 from instep.state.homes import Wrapped
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
-from instep.step.backward import Backward, release
-from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
+from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.nesting import WrappedOnce, require_supported
 from instep.step.parameter_registry import ParameterRegistry, require_read_only
 from instep.step.reduction import ReductionOptions
+from instep.step.session import StepSession
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
@@ -177,15 +174,17 @@ class DataParallel(WrappedOnce, ModuleProxy):
             self.group.close()
             raise
         self._options = self._reducer.options
-        device = self._reducer.parameters[0].device
-        self.recorder.marks = self.recorder.marks or marks_for(device)
         if self._comm_hook is not None:
             self._reducer.reduce_by(self._comm_hook)
-        keys = LeafKeys(self.module, self._seed, generators(device))
-        self._declared = DeclaredStep(self.module, self._reducer, keys, registry)
-        self._backward = Backward(self._declared, broadcast=self._broadcast_buffers)
-        self._unbind = weakref.finalize(self, release, self._backward.hooks, self._reducer.lane, self.group)
-        optimizer_guard.watch(self._reducer, registry.frozen, self._unbind)
+        self._session = StepSession(
+            self,
+            self.module,
+            self._reducer,
+            registry,
+            self._reducer.parameters[0].device,
+            seed=self._seed,
+            broadcast=self._broadcast_buffers,
+        )
 
     def _prepare(self, options: ReductionOptions) -> tuple[ParameterRegistry, Reducer]:
         """What this rank may refuse; nothing is changed yet but where weights lie."""
@@ -212,7 +211,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
     @property
     def step_mode(self) -> str | None:
         """ "declared" or "undeclared", whichever the last step was; None before the first."""
-        return self._backward.step_mode
+        return self._session.backward.step_mode
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -267,11 +266,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
                 "micro_batches() with a communication hook: a declared step has the same bits on any number "
                 "of ranks, and the hook would replace the sum that gives them. Use the plain loop, or no hook"
             )
-        self._backward.step_mode = "declared"
-        step = self.next_step if step is None else step
-        if (yield from self._declared.run(num_micro_batches, step)):
-            self.next_step = step + 1
-            optimizer_guard.reduced(self._reducer)
+        yield from self._session.micro_batches(self, num_micro_batches, step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -299,11 +294,11 @@ class DataParallel(WrappedOnce, ModuleProxy):
             >>> loss_function(model(x), y).backward()  # accumulates
             >>> model.require_backward_grad_sync = True
         """
-        return self._backward.sync
+        return self._session.backward.sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
-        self._backward.sync = bool(on)
+        self._session.backward.sync = bool(on)
 
     def sync_gradients(self) -> None:
         """Exchange what was accumulated since the last exchange; a second call does nothing. Collective.
@@ -319,7 +314,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
             >>> model.sync_gradients()  # .grad is the mean over the ranks
         """
         self._check_open()
-        self._backward.synchronise()
+        self._session.backward.synchronise()
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """From now on ``hook(state, bucket)`` reduces each bucket of gradients, as in torch's DDP.
@@ -388,7 +383,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
         parameters = self._reducer.parameters
         subject = Subject(
             model=self,
-            backward=self._backward,
+            backward=self._session.backward,
             strategy=self._strategy,
             seed=self._seed,
             copy=self.group.rank,
@@ -403,7 +398,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
         Example:
             >>> model.close()
         """
-        self._unbind()
+        self._session.close()
 
     def __instep_state__(self) -> Wrapped:
         reducer = self._reducer
@@ -425,16 +420,16 @@ class DataParallel(WrappedOnce, ModuleProxy):
         )
 
     def _leave(self) -> None:
-        self._declared.abandon()
-        self._unbind()
+        self._session.abandon()
 
     def _join(self, mesh: Mesh) -> None:
-        before = self._backward
+        before = self._session.backward
         self._process_group = mesh
         with before.registry.as_wrapped():
             self._bind(lambda: self._options)
-        self._backward.sync, self._backward.step_mode = before.sync, before.step_mode
+        now = self._session.backward
+        now.sync, now.step_mode = before.sync, before.step_mode
 
     def _check_open(self) -> None:
-        if not self._unbind.alive:
+        if not self._session.close.alive:
             raise RuntimeError("this DataParallel is closed: wrap model.module again")

@@ -40,9 +40,9 @@ from torch.optim import (
     Rprop,
     SparseAdam,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.net.process_group import Group
+from instep.reduce.owners import entry, nobody, owner_of
 from instep.shard.layout import Cost, newton_schulz
 from instep.state import homes
 from instep.state.alignment import sharing
@@ -63,8 +63,6 @@ SHARED = (
     "share memory, and sharding would separate them: make them one Parameter, or give each values of its own"
 )
 GUARDED, SEEN = "_instep_guards_state_dict", "_instep_seen_state"  # attributes of an optimizer
-
-_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its optimizer
 
 
 def stepping_cost(optimizer_cls: object) -> Cost | None:
@@ -306,20 +304,19 @@ def require_unclaimed(parameters: Sequence[Tensor]) -> None:
 def claim(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
     """``parameters`` belong to ``optimizer`` until it is released or collected."""
     for parameter in parameters:
-        _claims[parameter] = weakref.ref(optimizer)
+        entry(parameter).optimizer = weakref.ref(optimizer)
 
 
 def release(parameters: Sequence[Tensor]) -> None:
     """``parameters`` belong to no sharded optimizer any more."""
     for parameter in parameters:
-        _claims.pop(parameter, None)
+        entry(parameter).optimizer = nobody
 
 
 def claimant(parameter: Tensor) -> Optimizer | None:
     """The sharded optimizer, which is not closed, that has ``parameter``."""
-    known = _claims.get(parameter)
-    owner: Optimizer | None = None if known is None else known()
-    return owner
+    owner = owner_of(parameter)
+    return None if owner is None else owner.optimizer()
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[str]:

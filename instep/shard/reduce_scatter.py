@@ -108,7 +108,6 @@ class SlicedBucket(Bundle):
     """
 
     unit: Unit
-    rank: int
     value_dtype: torch.dtype
     replicate_group: Group | None = None  # None where there is one shard group
     nodes_format: NodeFormat = IN_FLOAT32
@@ -144,7 +143,7 @@ class SlicedBucket(Bundle):
         unit: Unit,
         index: int,
         positions: Sequence[int],
-        rank: int,
+        group: Group,
         replicate_group: Group | None = None,
         nodes: NodeFormat = IN_FLOAT32,
     ) -> SlicedBucket:
@@ -156,7 +155,8 @@ class SlicedBucket(Bundle):
             for position, offset, p in zip(positions, unit.layout.offsets, unit.whole, strict=True)
         ]
         dtype = wire_dtype(value_dtype)
-        return SlicedBucket(index, slots, dtype, unit.device, unit, rank, value_dtype, replicate_group, nodes)
+        how = value_dtype, replicate_group, nodes
+        return SlicedBucket(index, slots, dtype, unit.device, group, unit, *how)
 
     def begin_nodes(self, *key: int) -> None:
         super().begin_nodes(*key)
@@ -166,7 +166,7 @@ class SlicedBucket(Bundle):
     @property
     def first(self) -> int:
         """Of this rank's slice, its first element in the bucket."""
-        return self.rank * self.slice_length
+        return self.group.rank * self.slice_length
 
     @property
     def num_elements(self) -> int:
@@ -189,7 +189,7 @@ class SlicedBucket(Bundle):
                 layout = self.unit.layout
                 for held, offset, shape in zip(self._held, layout.offsets, self.unit.shapes, strict=True):
                     first, last = (0, 0) if held is None else (held.first, held.last)
-                    at = 0 if held is None else offset + first - self.rank * layout.slice_length
+                    at = 0 if held is None else offset + first - self.group.rank * layout.slice_length
                     flat = self.reduced[at * self._factor : (at + last - first) * self._factor]
                     if self._factor == 2:
                         flat = torch.view_as_complex(flat.view(-1, 2))
@@ -218,8 +218,7 @@ class SlicedBucket(Bundle):
             [slot],
             self.dtype,
             self.device,
-            replicate_group.size,
-            allocate=replicate_group.allocate,
+            replicate_group,
             nodes_format=self.nodes_format,
             parts=[part for x in self.stretches if (part := self._part_of(x)) is not None],
         )
@@ -281,7 +280,7 @@ class ReduceScatter(OrderedAllReduce):
         """
         name = f"the exchange of unit {header.bucket} in round {header.round}"
         headers = self.exchange_headers(bucket, header, name)
-        scale = mean_scale(headers) if is_last else None
+        scale = mean_scale(headers, self.data_ranks) if is_last else None
         with self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         ):

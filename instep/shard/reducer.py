@@ -15,6 +15,7 @@ Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trill
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -26,13 +27,12 @@ from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
-from instep.memory import bytes_of, tensor_of
 from instep.net.lane import Work
 from instep.reduce.buckets import Bundle, Caps
-from instep.reduce.gradient_shard import GradientShard, gradient_shard, is_reduced_by
-from instep.reduce.header import NORM, UNSCALE, Header
+from instep.reduce.gradient_shard import GradientShard, gradient_shard
+from instep.reduce.header import UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
-from instep.reduce.norm import block_square_sums
+from instep.reduce.owners import GradientPeers, entry
 from instep.shard import checks
 from instep.shard.gather import Gathers
 from instep.shard.optimizer import ShardedOptimizer
@@ -43,12 +43,10 @@ from instep.shard.unit import Unit
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import Replica
 
-NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
-GRADIENT_NORM = "the gradient norm"
 OWN_HOOKS = 1  # which raises (sharding.py)
 
 
-class SliceReducer(Reduction):
+class SliceReducer(Reduction, GradientPeers):
     """Reduces the gradients of whole ``units`` to one slice per rank of a shard group.
 
     ``parameters`` are the whole ones, whose ``.grad`` autograd fills, micro-batch by micro-batch;
@@ -63,7 +61,7 @@ class SliceReducer(Reduction):
     ``ended()`` when backward has ended.
     """
 
-    sharded = True
+    sharded = cut = True
     late_fix = (
         "or several times in one micro-batch, pass overlap=False to fully_shard, which sends nothing before "
         "the micro-batch has ended, and needs memory for all of its gradients"
@@ -92,9 +90,11 @@ class SliceReducer(Reduction):
         }
         options = ReductionOptions(InUnitOrder, unused=unused, nodes=nodes)
         super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
+        self.groups = ranks.groups
         self.optimizer_parameters = [by_name[name][1] for name in names]
         if ranks.shard_group.size > 1:
-            is_reduced_by(self, names, self.optimizer_parameters)
+            for p in self.optimizer_parameters:
+                entry(p).peers = weakref.ref(self)
         self._overlaps = overlap
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
         self.buckets = self._make_buckets()
@@ -256,10 +256,7 @@ class SliceReducer(Reduction):
             pieces = bucket.pieces()
             for k in bucket.present_on_some():
                 self._give(bucket.slots[k].position, pieces[k])
-        self.local = [False] * len(self.names)
-        self.exchanges += 1
-        self.given_up = False
-        self.plan = None
+        self._succeeded()
 
     def leave(self) -> None:
         if self.plan is not None:
@@ -293,20 +290,9 @@ class SliceReducer(Reduction):
         kept = [x for bucket in self.buckets for x in bucket.kept]
         return [*kept, *self.reduce_scatter.staging.segments, *self.exchange.scratch]
 
-    def square_sums(self, shards: Sequence[Tensor]) -> list[float]:
-        """Sums of squares of all blocks of these gradients, on all ranks. Collective: 8 bytes per block."""
-        own = [block_square_sums(x).cpu() for x in shards if x.numel()]
-        mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *own])
-        data, group = bytes_of(mine), self.ranks.shard_group
-        lengths = dict(zip(self.group.ranks, self.rendezvous(NORM, GRADIENT_NORM, [len(data)]), strict=True))
-        everyone: list[bytes] = []
-
-        def gather() -> None:
-            of_group = [lengths[rank][0] for rank in group.ranks]
-            everyone.extend(group.all_gather_bytes(data, GRADIENT_NORM, limit=NORM_BYTES, lengths=of_group))
-
-        self.lane.run(GRADIENT_NORM, gather).wait()
-        return [value for data in everyone for value in tensor_of(data, torch.float64).tolist()]
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        """As ``GradientPeers`` says; shard groups have the same."""
+        return self.all_square_sums(own if self.ranks.replica == 0 else ())
 
     def all_found_inf(self, found_inf: Tensor) -> None:
         """``found_inf`` is 1 on all ranks if it is on one. Collective: 4 bytes."""
@@ -331,7 +317,7 @@ class SliceReducer(Reduction):
         position = {id(p): i for i, p in enumerate(self.parameters)}
         positions = [[position[id(p)] for p in unit.whole] for unit in self.units]
         order = sorted(range(len(self.units)), key=lambda k: -min(positions[k]))
-        how = self.ranks.shard_group.rank, self.ranks.replicate_group, self.options.nodes
+        how = self.ranks.shard_group, self.ranks.replicate_group, self.options.nodes
         return [SlicedBucket.of(self.units[k], i, positions[k], *how) for i, k in enumerate(order)]
 
     def _give(self, i: int, piece: Tensor) -> None:
@@ -344,7 +330,9 @@ class SliceReducer(Reduction):
 
     def _set_gradient(self, i: int, values: Tensor) -> None:
         is_part = self.ranks.shard_group.size > 1
-        self.optimizer_parameters[i].grad = gradient_shard(values, self.names[i], self, is_part=is_part)
+        self.optimizer_parameters[i].grad = gradient_shard(
+            values, self.names[i], weakref.ref(self), is_part=is_part
+        )
 
     def drop_gradients(self) -> None:
         """Neither a shard nor a whole parameter has a gradient any more."""
@@ -367,9 +355,6 @@ class SliceReducer(Reduction):
 
     def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0) -> Header:
         return super()._header(bucket, plan, round)._replace(update_digest=self._update_digest)
-
-    def _open(self, bucket: Bundle) -> None:
-        """Nothing: gradients wait in ``.grad`` until it is their unit's turn."""
 
     def _settle(self, i: int) -> None:
         bucket = self._bucket(i)

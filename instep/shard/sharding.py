@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -19,11 +18,7 @@ from instep.hook import Hook, weakly
 from instep.mesh.mesh import Mesh
 from instep.net.agree import all_or_none, require_same_lines
 from instep.net.clocks import measure
-from instep.net.device import generators, marks_for
-from instep.net.lane import Lane
-from instep.net.process_group import Group
 from instep.reduce.node_format import NodeFormat
-from instep.rng.keys import LeafKeys
 from instep.shard import checks
 from instep.shard.gather import Gathers, UnitHooks
 from instep.shard.materialise import ALIKE, Init, materialise, prepare
@@ -37,9 +32,10 @@ from instep.state.alignment import align
 from instep.state.homes import DividedOptimizer, ParameterShard
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
-from instep.step.backward import Backward, is_in_backward, release
-from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
+from instep.step.backward import is_in_backward
+from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
+from instep.step.session import StepSession
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
@@ -159,7 +155,7 @@ class Sharding:
 
     def leave(self) -> None:
         """As ``Wrapped`` says; parameters have no values until ``join`` and a state that is put."""
-        self._declared.abandon()
+        self._session.declared.abandon()
         self.close()
         if self._unfilled is None:
             self._unfilled = [unit for unit in self.units if not unit.has_values]
@@ -176,13 +172,9 @@ class Sharding:
 
     def micro_batches(self, num_leaves: int | DataSource, step: int | None) -> Iterator[MicroBatch]:
         """As ``FullySharded.micro_batches``."""
-        self.backward.step_mode = "declared"
-        step = self.next_step if step is None else step
-        if not self._unbind.alive:
+        if not self._session.close.alive:
             raise RuntimeError("this sharded module has left its group: join another one first")
-        if (yield from self._declared.run(num_leaves, step)):
-            self.next_step = step + 1
-            optimizer_guard.reduced(self.reducer)
+        yield from self._session.micro_batches(self, num_leaves, step)
 
     def materialise(self, init: Init | None, seed: int) -> None:
         """As ``FullySharded.materialise``: the values are those of the first rank of all."""
@@ -239,9 +231,9 @@ class Sharding:
     def close(self) -> None:
         """Remove the hooks, end the lanes, give back the groups; also happens when it is collected."""
         self.reducer.leave()
-        self._unbind()
+        self._session.close()
         optimizer_guard.forget(
-            [*self.reducer.optimizer_parameters, *(p for _, p in self._declared.registry.frozen)]
+            [*self.reducer.optimizer_parameters, *(p for _, p in self.backward.registry.frozen)]
         )
         self.hooks.ended()
         self.reducer.drop_gradients()
@@ -317,21 +309,24 @@ class Sharding:
             unit.when_loaded = weakly(self.reducer.settled)
             for whole, p in zip(unit.whole, unit.parameters, strict=True):
                 registry.stand_for(whole, p)
-        on = self.units[0].device if self.units else torch.device("cpu")
-        self.recorder.marks = self.recorder.marks or marks_for(on)
-        keys = LeafKeys(module, options.seed, generators(on))
-        self._declared = DeclaredStep(module, self.reducer, keys, registry)
-        self.backward = Backward(self._declared, broadcast=self._broadcast_buffers)
-        hooks = [*self.backward.hooks, *self.hooks.hooks, *state_dict_hooks(module, self.units)]
+        self._session = StepSession(
+            self,
+            module,
+            self.reducer,
+            registry,
+            self.units[0].device if self.units else torch.device("cpu"),
+            seed=options.seed,
+            broadcast=self._broadcast_buffers,
+            lanes=[self.gathers.lane],
+        )
+        self.backward, hooks = self._session.backward, self._session.hooks
+        hooks += [*self.hooks.hooks, *state_dict_hooks(module, self.units)]
         hooks += [p.register_hook(partial(_used_outside, name)) for name, p in registry.trainable]
         hooks.append(module.register_forward_pre_hook(Hook(weakly(self._begins)), prepend=True))
         if (dtype := options.compute_dtype) is not None:
             cast = Hook(partial(_cast_inputs, dtype))
             casts = dict.fromkeys([module, *(kind.module for kind in self._kinds)])
             hooks += [m.register_forward_pre_hook(cast, prepend=True, with_kwargs=True) for m in casts]
-        groups = self.ranks.groups
-        self._unbind = weakref.finalize(self, _release, hooks, self.reducer.lane, self.gathers.lane, groups)
-        optimizer_guard.watch(self.reducer, registry.frozen, self._unbind)
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not is_in_backward():
@@ -403,13 +398,6 @@ def _used_outside(name: str, gradient: Tensor) -> None:
         "this rank's shard: call that module, or make all that uses the parameter one unit, with "
         "fully_shard(..., units=[...]), or have it in no unit, which is then the root's"
     )
-
-
-def _release(hooks: Sequence[Any], lane: Lane, gather_lane: Lane, groups: Sequence[Group]) -> None:
-    for group in groups:
-        group.give_up()
-    gather_lane.close()
-    release(hooks, lane, *groups)
 
 
 def _subject_of(sharding: Sharding, *, strategy: str, seed: int) -> Subject:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group, alone
 from instep.reduce.node_format import IN_FLOAT32
+from instep.reduce.owners import entry, nobody, owner_of
 from instep.state.shards import elements
 
 
@@ -144,26 +144,23 @@ class Home:
         return None
 
 
-_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> reference to its home
-
-
 def settle(new: Home) -> None:
     """The parameters of ``new`` live there, until it is collected or they are settled elsewhere."""
     for parameter in new.parameters:
-        _homes[parameter] = weakref.ref(new)
+        entry(parameter).home = weakref.ref(new)
 
 
 def leave(old: Home) -> None:
     """The parameters of ``old`` live there no longer."""
     for parameter in old.parameters:
         if home(parameter) is old:
-            del _homes[parameter]
+            entry(parameter).home = nobody
 
 
 def home(parameter: Tensor) -> Home | None:
     """The home that ``parameter`` lives in, or None."""
-    known = _homes.get(parameter)
-    return None if known is None else known()
+    owner = owner_of(parameter)
+    return None if owner is None else owner.home()
 
 
 def shape_of(parameter: Tensor) -> torch.Size:

@@ -126,7 +126,7 @@ class SharedBuffers:
 
     def checksum(self) -> int:
         """32 bits for the names, shapes and dtypes of this rank's buffers, then 31 bits for their values."""
-        self._buffers = []
+        self._buffers, self._on_device = [], False
         for _, module in self._registry.named_modules:
             if module._buffers:
                 break
@@ -137,11 +137,13 @@ class SharedBuffers:
         for _, x in self._buffers:
             if x.is_cpu:
                 values = zlib.crc32(as_bytes(x).numpy().data, values)
+            else:
+                self._on_device = True
         return zlib.crc32("\n".join(self._lines()).encode()) << 31 | values >> 1
 
     def differ(self, checksums: Sequence[int]) -> bool:
         """Whether to ``exchange``; the same on all ranks."""
-        return len(set(checksums)) > 1 or not all(x.is_cpu for _, x in self._buffers)
+        return len(set(checksums)) > 1 or self._on_device
 
     def exchange(self, checksums: Sequence[int]) -> None:
         """Take the first rank's values. Collective.

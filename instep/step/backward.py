@@ -18,18 +18,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from instep.events import BUFFERS, Span
 from instep.hook import Hook, weakly
-from instep.net.lane import Lane
-from instep.net.process_group import Group
-from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
 from instep.step.input_digest import tensors_in
 from instep.step.micro_batches import DeclaredStep
@@ -54,11 +50,8 @@ def require_eager_autograd() -> None:
         )
 
 
-class Mark(NamedTuple):
-    """What was true when a forward ran: synchronisation on or off, and the open micro-batch."""
-
-    sync: bool
-    micro_batch: int | None
+Mark: TypeAlias = tuple[bool, int | None]
+"""What was true when a forward ran: synchronisation on or off, and the open micro-batch."""
 
 
 class Backward:
@@ -74,7 +67,7 @@ class Backward:
     backwards become events; else the wrapper records them, which knows more.
     """
 
-    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode", "_exchanged")
+    changes: ClassVar[tuple[str, ...]] = ("sync", "step_mode")
 
     def __init__(
         self,
@@ -90,11 +83,10 @@ class Backward:
         self.records = records
         self.sync = True
         self.step_mode: str | None = None
-        size = self.reducer.group.size
-        self._plan = StepPlan(False, size, [range(r, r + 1) for r in range(size)])
+        ranks = self.reducer.data_ranks
+        self._plan = StepPlan(False, len(set(ranks)), [range(r, r + 1) for r in ranks])
         shares = broadcast and self.reducer.group.size > 1
         self._buffers = SharedBuffers(self.registry, self.reducer.group) if shares else None
-        self._exchanged = False  # all that has come since the last optimizer step
         self._runs = False  # a backward
         self._task = NO_TASK  # the outermost one of it
         self._marks: list[Mark] = []  # of the outputs that it has come to
@@ -119,7 +111,8 @@ class Backward:
         """Exchange what ``.grad`` has accumulated, unless that is done. Collective."""
         if self.declared.micro_batch is not None:
             raise ValueError("sync_gradients() inside micro_batches(): the loop itself exchanges, at its end")
-        if not (self._exchanged and self.reducer.exchanges):
+        reducer = self.reducer
+        if any(reducer.local) or reducer.given_up or not reducer.exchanges:
             self._begin()
             self._finish()
 
@@ -138,21 +131,23 @@ class Backward:
         return self._runs and torch._C._current_graph_task_id() != self._task
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.look_back()
-        self._cancel("forward")  # of one that raised
+        if self._runs:
+            self.look_back()
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
             require_outermost(self.reducer.optimizer_parameters)
+            self.reducer.recorder.ensure_step()
             self._start("forward")
-        self.declared.inputs.given((args, kwargs))
+        if self.declared.inputs.waits:
+            self.declared.inputs.given((args, kwargs))
 
     def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._stop("forward")
         if not torch.is_grad_enabled():
             return
-        self.registry.check_forward()
+        self._stop("forward")
+        self.registry.check(in_forward=True)
         self._go_last()
         reached = partial(self._output_hook, self._mark())
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(reached)
 
@@ -190,22 +185,20 @@ class Backward:
 
     def _obey(self, mark: Mark) -> None:
         """Begin the exchange if forward wanted one; check that this backward belongs to that forward."""
-        micro_batch = self.declared.micro_batch
+        (sync, then), micro_batch = mark, self.declared.micro_batch
         now = None if micro_batch is None else micro_batch.index
-        if mark.micro_batch != now:
+        if then != now:
             raise ValueError(
-                f"backward in {_name(now)} went into the forward of {_name(mark.micro_batch)}: "
+                f"backward in {_name(now)} went into the forward of {_name(then)}: "
                 "in a declared step each micro-batch has a loss of its own, with backward inside the loop"
             )
-        if now is not None:
-            return
-        if mark.sync and self.reducer.plan is None:
+        if now is None and sync and self.reducer.plan is None:
             self._begin()
 
     def _begin(self) -> None:
         self.step_mode = "undeclared"
         self.reducer.begin(self._plan)
-        self.reducer.open_leaf(self.reducer.group.rank, last=True)
+        self.reducer.open_leaf(self.reducer.data_ranks[self.reducer.group.rank], last=True)
 
     def _finish(self) -> None:
         shared = self._buffers
@@ -217,8 +210,6 @@ class Backward:
         except BaseException:
             self.reducer.leave()
             raise
-        optimizer_guard.reduced(self.reducer)
-        self._exchanged = True
         said = self.reducer.exchange.buffers
         if shared is not None and shared.differ(said):
             with self.reducer.recorder.span(BUFFERS, lane="host"):
@@ -226,25 +217,20 @@ class Backward:
 
     def _mark(self) -> Mark:
         micro_batch = self.declared.micro_batch
-        return Mark(self.sync, None if micro_batch is None else micro_batch.index)
+        return self.sync, None if micro_batch is None else micro_batch.index
 
     def _start(self, name: str) -> None:
         """A span begins: "forward" or "backward"."""
-        self._cancel(name)
-        micro_batch, recorder = self.declared.micro_batch, self.reducer.recorder
-        recorder.ensure_step()
-        if not self.records:
-            return
-        leaf = -1 if micro_batch is None else micro_batch.index
-        self._open[name] = recorder.span(name, lane="compute", leaf=leaf).begin()
+        if (raised := self._open.pop(name, None)) is not None:
+            raised.cancel()
+        if self.records:
+            micro_batch = self.declared.micro_batch
+            leaf = -1 if micro_batch is None else micro_batch.index
+            self._open[name] = self.reducer.recorder.span(name, lane="compute", leaf=leaf).begin()
 
     def _stop(self, name: str) -> None:
         if (span := self._open.pop(name, None)) is not None:
             span.end()
-
-    def _cancel(self, name: str) -> None:
-        if (span := self._open.pop(name, None)) is not None:
-            span.cancel()
 
 
 def _gradient_came(reference: weakref.ref[Backward], i: int, parameter: Tensor) -> None:
@@ -252,14 +238,13 @@ def _gradient_came(reference: weakref.ref[Backward], i: int, parameter: Tensor) 
     self = reference()
     if self is None:
         return
-    self._exchanged = False
     if not self._runs:  # forward was bypassed
         self._backward_begins()
         self._marks.append(self._mark())
     try:
         while self._marks:
             self._obey(self._marks.pop())
-        if (declared := self.declared).micro_batch is not None:
+        if (declared := self.declared).micro_batch is not None and declared.weight_taken is None:
             declared.gradient_came()
         hooks = parameter._post_accumulate_grad_hooks
         # A hook that has returned something has left none, and torch is about to say so.
@@ -268,17 +253,6 @@ def _gradient_came(reference: weakref.ref[Backward], i: int, parameter: Tensor) 
     except BaseException:
         self.reducer.leave()
         raise
-
-
-def release(hooks: Iterable[Any], lane: Lane, *groups: Group) -> None:
-    """End what a wrapper does in backward: its ``hooks``, its ``lane``, its ``groups``."""
-    for hook in hooks:
-        hook.remove()
-    for group in groups:
-        group.give_up()  # a program that ends after an error must not wait for its peers
-    lane.close()
-    for group in groups:
-        group.close()
 
 
 def _name(micro_batch: int | None) -> str:

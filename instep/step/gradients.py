@@ -108,7 +108,7 @@ class Gradients:
         gradient in the order of memory, so they need the layout too. A tensor that is ``.grad`` already
         stays ``.grad``, because code that has kept it may rely on that.
         """
-        views = bucket.views(bucket.home)
+        views = bucket.views(bucket.counter.home)
         for k in numbers:
             view, parameter = views[k], self.parameters[bucket.slots[k].position]
             gradient = parameter.grad

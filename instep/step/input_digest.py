@@ -40,12 +40,12 @@ class InputDigest:
     """A digest of the first inputs of this rank's micro-batches, in the first declared steps.
 
     A step: ``begin``; for each micro-batch ``opened``, and ``given`` in every forward, of which the first
-    counts; then ``compare``, with the ``word`` of every rank.
+    counts, while it ``waits``; then ``compare``, with the ``word`` of every rank.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._waits = False  # for the first forward of the open micro-batch
+        self.waits = False  # for the first forward of the open micro-batch
         self._first: int | None = None
         self._varied = False  # whether later inputs were others
         self._leaves: Sequence[Sequence[int]] = ()  # by rank, of the first step
@@ -58,18 +58,18 @@ class InputDigest:
     def begin(self, leaves: Sequence[Sequence[int]], *, looks: bool) -> None:
         """A step begins, of ``leaves`` by rank; not ``looks``: its data is known to be right."""
         self._steps = self._steps + 1 if looks else LOOKED + 1
-        self._waits = False
+        self.waits = False
         self._leaves = self._leaves or leaves
 
     def opened(self) -> None:
         """A micro-batch begins."""
-        self._waits = self._steps <= LOOKED
+        self.waits = self._steps <= LOOKED
 
     def given(self, inputs: Any) -> None:
         """A forward begins with ``inputs``, its arguments."""
-        if not self._waits or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        self._waits = False
+        self.waits = False
         digest = _digest(tensors_in(inputs))
         if self._first is None:
             self._first = digest
@@ -77,7 +77,8 @@ class InputDigest:
 
     def compare(self, words: Sequence[int], ranks: Sequence[int]) -> None:
         """The step has been made: warn if all ``ranks`` of the group, by their ``words``, read the same."""
-        busy = [r for r, leaves in enumerate(self._leaves) if leaves]
+        known = self._leaves  # of ranks that share micro-batches, the first
+        busy = [r for r, leaves in enumerate(known) if leaves and known.index(leaves) == r]
         if self._steps > LOOKED or len(words) != len(ranks) or len(busy) < 2:
             return
         found = [words[r] for r in busy]
@@ -97,7 +98,7 @@ class InputDigest:
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """All tensors in nested containers and dataclasses, and among the attributes of other objects."""
-    for leaf in (values,) if isinstance(values, Tensor) else tree_leaves(values):
+    for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

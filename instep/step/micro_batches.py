@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import index
+from operator import index, itemgetter
 from typing import Any, Protocol, SupportsIndex
 from weakref import WeakSet
 
@@ -134,14 +134,14 @@ class DeclaredStep:
         self.micro_batch: MicroBatch | None = None
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, int, Tensor | None]] = []
         self._open: StepPlan | None = None  # of the step that is under way
-        self._weight_taken: int | None = None  # of the open one, when its first gradient came
+        self.weight_taken: int | None = None  # of the open one, when its first gradient came
         self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
 
     def gradient_came(self) -> None:
         """A gradient of the open micro-batch has come: its weight counts from now on."""
-        if self.micro_batch is not None and self._weight_taken is None:
-            self._weight_taken = self.micro_batch.checked_weight()
-            self.reducer.weight += self._weight_taken
+        if self.micro_batch is not None and self.weight_taken is None:
+            self.weight_taken = self.micro_batch.checked_weight()
+            self.reducer.weight += self.weight_taken
 
     def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
         """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
@@ -191,7 +191,7 @@ class DeclaredStep:
         reducer, span = self.reducer, self.reducer.recorder.span
         with span("prepare", lane="host"):
             zeroed = self._check_start(plan.num_leaves)
-            self.statistics.begin(m for _, m in self.registry.named_modules)
+            self.statistics.begin(map(itemgetter(1), self.registry.named_modules))
             reducer.begin(plan)
             own = plan.leaves[reducer.group.rank]
             if own and not reducer.sharded:
@@ -227,7 +227,7 @@ class DeclaredStep:
         leaf = micro_batch.index
         self.micro_batch = micro_batch
         with self.reducer.recorder.span("micro-batch", lane="host", leaf=leaf):
-            self._weight_taken = None
+            self.weight_taken = None
             if gradients:
                 self.reducer.open_leaf(leaf, last=last)
             self.inputs.opened()
@@ -289,15 +289,15 @@ class DeclaredStep:
         index = micro_batch.index
         if micro_batch is not self.micro_batch:
             raise ValueError(f"the step of micro-batch {index} was given up when another one began")
-        if gradients and self._weight_taken is None and micro_batch.weight != 0:
+        if gradients and self.weight_taken is None and micro_batch.weight != 0:
             raise ValueError(
                 f"micro-batch {index} ended without a gradient: its loss has to depend on trained weights; "
                 "in a loop over micro_batches() call backward() inside, once per micro-batch (a loss over "
                 "several cannot be declared). Or set micro_batch.weight = 0"
             )
-        if self._weight_taken is not None and micro_batch.weight != self._weight_taken:
+        if self.weight_taken is not None and micro_batch.weight != self.weight_taken:
             raise ValueError(
-                f"the weight of micro-batch {index} was {self._weight_taken} in backward and is "
+                f"the weight of micro-batch {index} was {self.weight_taken} in backward and is "
                 f"{micro_batch.weight} now: set micro_batch.weight before backward"
             )
 

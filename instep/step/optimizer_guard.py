@@ -2,13 +2,12 @@
 
 Training through ``model.module.encoder(x)``, a ``no_sync`` that no synchronised backward followed, a
 ``.grad`` that is set by hand: each leaves a local gradient, the step goes through, and the replicas drift
-apart without a word. Nothing in ``backward`` could tell. So there is one process-wide table, parameter ->
-``Owner``, and one hook before every optimizer step that looks the parameters up: was each gradient exchanged?
+apart without a word. Nothing in ``backward`` could tell. So one hook before every optimizer
+step looks the parameters up in the table of owners (``reduce/owners.py``): was each gradient exchanged?
 
 The hook does not communicate: it compares what the reducer has noted. But a program may reduce gradients by
 itself, or compute the same ones on every rank. So where some have bypassed every exchange, the ranks compare
-them, and all raise if they differ. Table and hook are one of the two places of process-wide state; the other
-is ``mesh/mesh.py``.
+them, and all raise if they differ.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instep.net.process_group import Group
+from instep.reduce.owners import Owner, entry, nobody, owner_of, owners
 
 if TYPE_CHECKING:
     from instep.step.reduction import Reduction
@@ -41,111 +41,38 @@ BY_HAND = (
 )
 
 
-class Owner:
-    """Which ``reducer`` reduces the gradients of ``parameter``; ``release`` ends that.
-
-    ``position`` is that of the parameter among the reducer's; None if it was frozen when it was wrapped.
-    """
-
-    def __init__(
-        self,
-        parameter: Tensor,
-        reducer: Reduction,
-        name: str,
-        position: int | None,
-        release: Callable[[], object],
-    ) -> None:
-        self.parameter = weakref.ref(parameter, partial(_drop, id(parameter)))
-        self.reducer = weakref.ref(reducer)
-        self.name = name
-        self.position = position
-        self.release = release
-        self.reductions_used = reducer.num_reductions  # by the last optimizer step
-        # A gradient that is the same on all ranks, and its version: any number of steps may use it.
-        self.accepted: tuple[weakref.ref[Tensor], int] | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the wrapper still reduces."""
-        return self.reducer() is not None and bool(getattr(self.release, "alive", True))
-
-    @property
-    def reduced(self) -> bool:
-        """Whether an exchange has ended since the last optimizer step."""
-        reducer = self.reducer()
-        return (
-            reducer is not None
-            and self.position is not None
-            and reducer.num_reductions > self.reductions_used
-        )
-
-    @reduced.setter
-    def reduced(self, now: bool) -> None:
-        if (reducer := self.reducer()) is not None:
-            self.reductions_used = reducer.num_reductions - now
-
-    def problem(self, reducer: Reduction, gradient: Tensor) -> str | None:
-        """Why a step must not use ``gradient``, unless it is the same on all ranks; or None."""
-        if reducer.group.size == 1 and not reducer.sharded:
-            return None
-        if self.position is not None and reducer.local[self.position]:
-            return UNSYNCHRONISED
-        if self.reduced or self._is_accepted(gradient):
-            return None
-        if not bool(torch.any(gradient)):
-            return None
-        return FROZEN if self.position is None else BY_HAND
-
-    def accept(self, gradient: Tensor) -> None:
-        self.accepted = weakref.ref(gradient), gradient._version
-
-    def _is_accepted(self, gradient: Tensor) -> bool:
-        known = self.accepted
-        return known is not None and known[0]() is gradient and known[1] == gradient._version
-
-
 Owned: TypeAlias = Mapping["Reduction", Sequence[tuple[Tensor, Owner]]]
 """The parameters of an optimizer, by who reduces their gradients, in an order that all ranks have."""
 Doubt: TypeAlias = tuple[Owner, Tensor, str]
 """A parameter, its gradient that no exchange has seen, and why no step may use it where ranks differ."""
 
-_owners: dict[int, Owner] = {}  # by the identity of a parameter
-
-
-def owner_of(tensor: Tensor) -> Owner | None:
-    """Who reduces the gradients of ``tensor``."""
-    owner = _owners.get(id(tensor))
-    return owner if owner is not None and owner.parameter() is tensor else None
-
-
-def owners_of(parameters: Iterable[Tensor]) -> list[Owner]:
-    """The owners of those that have one."""
-    return [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
-
 
 def watch(reducer: Reduction, frozen: Sequence[tuple[str, Tensor]], release: Callable[[], object]) -> None:
     """From now on ``reducer`` owns its parameters, and ``frozen`` ones by name; ``release`` ends that."""
-    for i, (name, parameter) in enumerate(zip(reducer.names, reducer.optimizer_parameters, strict=True)):
-        _owners[id(parameter)] = Owner(parameter, reducer, name, i, release)
-    for name, parameter in frozen:
-        before = owner_of(parameter)
-        if before is not None and before.is_alive and before.position is not None:
+    trained = zip(reducer.names, reducer.optimizer_parameters, strict=True)
+    named = [*((i, *both) for i, both in enumerate(trained)), *((None, *both) for both in frozen)]
+    for position, name, parameter in named:
+        owner = entry(parameter)
+        if position is None and owner.reduces and owner.position is not None:
             continue  # another wrapper reduces it, when it is not frozen
-        _owners[id(parameter)] = owner = Owner(parameter, reducer, name, None, release)
-        if parameter.grad is not None:  # from before it was frozen: as good as the weights are
-            owner.accept(parameter.grad)
-
-
-def _drop(key: int, reference: weakref.ref[Tensor]) -> None:
-    """The parameter is gone, and its identity may be another's by now."""
-    if (owner := _owners.get(key)) is not None and owner.parameter is reference:
-        del _owners[key]
+        owner.reducer, owner.release = weakref.ref(reducer), release
+        owner.name, owner.position = name, position
+        owner.reductions_used, owner.accepted = reducer.num_reductions, None
+        if position is None and parameter.grad is not None:  # from before: as good as the weights are
+            _accept(owner, parameter.grad)
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
-    """Nobody owns ``parameters`` any more."""
+    """Nobody reduces the gradients of ``parameters`` any more."""
     for parameter in parameters:
-        _owners.pop(id(parameter), None)
+        owner = entry(parameter)
+        owner.reducer = owner.peers = nobody
+
+
+def owners_of(parameters: Iterable[Tensor]) -> list[Owner]:
+    """Of those whose gradients are reduced."""
+    found = (owner_of(parameter) for parameter in parameters)
+    return [owner for owner in found if owner is not None and owner.reducer() is not None]
 
 
 def require_unowned(parameters: Sequence[Tensor]) -> None:
@@ -153,11 +80,11 @@ def require_unowned(parameters: Sequence[Tensor]) -> None:
 
     Which wrappers are alive must not depend on when each rank collects garbage.
     """
-    if any(owner.is_alive for owner in owners_of(parameters)):
+    if any(owner.reduces for owner in owners_of(parameters)):
         gc.collect()
     for owner in owners_of(parameters):
         reducer = owner.reducer()
-        if reducer is not None and owner.is_alive:
+        if reducer is not None and owner.reduces:
             whose = "is sharded by fully_shard" if reducer.sharded else "belongs to a DataParallel"
             raise ValueError(
                 f"parameter {owner.name!r} {whose} already, and both would exchange its gradient: wrap or "
@@ -167,7 +94,7 @@ def require_unowned(parameters: Sequence[Tensor]) -> None:
 
 def require_every_rank_steps(parameters: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if a parameter server trains one of ``parameters``: only its first rank steps."""
-    reducers = [owner.reducer() for owner in owners_of(parameters) if owner.is_alive]
+    reducers = [owner.reducer() for owner in owners_of(parameters) if owner.reduces]
     if any(reducer is not None and not reducer.all_step for reducer in reducers):
         raise ValueError("a ParameterServer, for comparison, trains these: use instep.DataParallel instead")
 
@@ -183,11 +110,6 @@ def require_between_steps(parameters: Sequence[Tensor], what: str) -> None:
             )
 
 
-def reduced(reducer: Reduction) -> None:
-    """``reducer`` has reduced the gradients of all its parameters."""
-    reducer.num_reductions += 1
-
-
 def require_reduced(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` if a gradient that ``optimizer`` would use was not exchanged."""
     _require_reduced(_owned(optimizer))
@@ -199,8 +121,11 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
     Wherever its ranks have gone instead of making this step, that is where they come next.
     """
     for reducer, members in _owned(optimizer).items():
-        is_alive = any(owner.is_alive for _, owner in members)
-        if is_alive and reducer.all_step and set(group.ranks) <= set(reducer.group.ranks):
+        if (
+            any(owner.reduces for _, owner in members)
+            and reducer.all_step
+            and set(group.ranks) <= set(reducer.group.ranks)
+        ):
             return reducer
     return None
 
@@ -214,7 +139,7 @@ def _owned(optimizer: Optimizer) -> Owned:
     found: dict[Reduction, list[tuple[Tensor, Owner]]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = _owners.get(id(parameter))
+            owner = owners.get(id(parameter))
             reducer = None if owner is None or owner.parameter() is not parameter else owner.reducer()
             if owner is not None and reducer is not None:
                 found.setdefault(reducer, []).append((parameter, owner))
@@ -251,22 +176,41 @@ def _doubts(reducer: Reduction, members: Sequence[tuple[Tensor, Owner]]) -> list
         if owner.reductions_used < newest and owner.position is not None:
             continue
         gradient = parameter.grad
-        problem = None if gradient is None else owner.problem(reducer, gradient)
+        problem = None if gradient is None else _problem(owner, reducer, gradient)
         if problem is not None and gradient is not None:
             found.append((owner, gradient, problem))
     return found
 
 
+def _problem(owner: Owner, reducer: Reduction, gradient: Tensor) -> str | None:
+    """Why a step must not use ``gradient``, unless it is the same on all ranks; or None."""
+    if reducer.group.size == 1 and not reducer.sharded:
+        return None
+    if owner.position is not None and reducer.local[owner.position]:
+        return UNSYNCHRONISED
+    if owner.position is not None and reducer.num_reductions > owner.reductions_used:
+        return None  # exchanged since the last optimizer step
+    known = owner.accepted
+    is_known = known is not None and known[0]() is gradient and known[1] == gradient._version
+    if is_known or not bool(torch.any(gradient)):
+        return None
+    return FROZEN if owner.position is None else BY_HAND
+
+
+def _accept(owner: Owner, gradient: Tensor) -> None:
+    owner.accepted = weakref.ref(gradient), gradient._version
+
+
 def _require_same(reducer: Reduction, doubts: Sequence[Doubt]) -> None:
     """Raise, on all ranks, unless they have the same gradients, which no exchange has seen. Collective."""
     unlike: int | None = 0
-    if reducer.all_step and not reducer.sharded and doubts[0][0].is_alive:
+    if reducer.all_step and not reducer.sharded and doubts[0][0].reduces:
         unlike = reducer.first_unlike([(owner.name, gradient) for owner, gradient, _ in doubts])
     if unlike is not None:
         owner, _, problem = doubts[unlike]
         raise RuntimeError(f"optimizer.step(): parameter {owner.name!r} {problem}")
     for owner, gradient, _ in doubts:
-        owner.accept(gradient)
+        _accept(owner, gradient)
         if owner.position is not None:
             reducer.local[owner.position] = False
 

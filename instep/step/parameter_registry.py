@@ -19,8 +19,7 @@ from instep.state.alignment import align
 class ParameterRegistry:
     """The parameters that a model had when it was wrapped; one that came later has no hook and no bucket.
 
-    At construction they are written down. ``check`` compares, in about half a microsecond per submodule. So
-    does ``check_forward``, where ``torch.func.functional_call`` may show others, for the one call.
+    At construction they are written down. ``check`` compares, in about half a microsecond per submodule.
     ``named_modules`` are those of the model, as of the last ``check``.
     """
 
@@ -44,26 +43,25 @@ class ParameterRegistry:
         """Inside, what required gradients when the model was wrapped does, and no other that was there."""
         return requiring([p for _, p in self.trainable], [p for _, p in self.frozen])
 
-    def check_forward(self) -> None:
-        """Raise ``ValueError`` if a parameter that was frozen would be trained; align those that are new."""
-        self._check_frozen()
-        if not self._is_as_remembered():
-            align(p for _, p in self._new() if isinstance(p, nn.Parameter) and not p.requires_grad)
+    def check(self, *, in_forward: bool = False) -> None:
+        """Raise ``ValueError`` if a parameter that was not there, or was frozen, would be trained now.
 
-    def _check_frozen(self) -> None:
+        Only the latter ``in_forward``, where ``torch.func.functional_call`` may show others for the one call.
+        """
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise ValueError(
                     f"parameter {name!r} was frozen when the model was wrapped and is not now; its gradient "
                     "would stay on this rank: unfreeze first, then wrap"
                 )
-
-    def check(self) -> None:
-        """Raise ``ValueError`` if a parameter that was not there, or was frozen, would be trained now."""
-        self._check_frozen()
-        if self._is_as_remembered():
+        now = self._owned()
+        if len(now) == len(self._remembered) and all(map(is_, now, self._remembered)):
             return
-        new = self._new()
+        known = {id(p) for _, p in [*self.trainable, *self.frozen]} | self._others | {*self._stands_for}
+        new = [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
+        if in_forward:
+            align(p for _, p in new if isinstance(p, nn.Parameter) and not p.requires_grad)
+            return
         for name, parameter in new:
             if parameter.requires_grad:
                 raise ValueError(
@@ -74,14 +72,6 @@ class ParameterRegistry:
         align(p for _, p in new)
         self.frozen += new
         self._remember()
-
-    def _new(self) -> list[tuple[str, nn.Parameter]]:
-        known = {id(p) for _, p in [*self.trainable, *self.frozen]} | self._others | {*self._stands_for}
-        return [(name, p) for name, p in self.module.named_parameters() if id(p) not in known]
-
-    def _is_as_remembered(self) -> bool:
-        now = self._owned()
-        return len(now) == len(self._remembered) and all(map(is_, now, self._remembered))
 
     def _remember(self) -> None:
         self.named_modules = list(self.module.named_modules())

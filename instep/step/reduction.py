@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -26,14 +28,16 @@ from torch.optim import Optimizer
 
 from instep.errors import Desync, PeerLost
 from instep.events import BATCH_NORM, Recorder, Span
-from instep.memory import bytes_of
+from instep.hook import weakly
+from instep.memory import bytes_of, tensor_of
 from instep.net.device import Stream
 from instep.net.lane import Lane, Work
 from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, Bundle, Caps
 from instep.reduce.exchange import OrderedAllReduce
-from instep.reduce.header import COMPARE, STATISTICS, Header
+from instep.reduce.header import COMPARE, NORM, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
+from instep.reduce.owners import GradientPeers, entry
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
 from instep.step.input_digest import InputDigest
@@ -41,6 +45,9 @@ from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.step.running_statistics import RunningStatistics
 from instep.step.unused_parameters import UnusedParameters
 
+_is_full = attrgetter("is_full")
+NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+GRADIENT_NORM = "the gradient norm"
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
 
@@ -100,6 +107,35 @@ class StepPlan:
     data_identity: int = 0
 
 
+@dataclass(frozen=True)
+class GradientGroups:
+    """Which ranks of a step add up which gradients; by default all of them all.
+
+    ``of`` has, by the position of a parameter, another group than that of the step: some of its ranks, or
+    ``alone``, where a gradient is reduced nowhere. On every rank a position has a group of the same size.
+    ``data_ranks`` by rank: those with the same number share micro-batches, of which each contributes a leaf.
+    The ranks of each of ``alike`` have the same weights.
+    """
+
+    of: Mapping[int, Group] = field(default_factory=dict)
+    data_ranks: Sequence[int] = ()
+    alike: Sequence[Sequence[int]] = ()
+
+
+ONE_GROUP = GradientGroups()
+
+
+class GroupPeers(GradientPeers):
+    """Of gradients that the ranks of ``group`` add up, where other ranks of the step have others."""
+
+    def __init__(self, reduction: Reduction, group: Group) -> None:
+        self._all_square_sums, self._group = weakly(reduction.all_square_sums), group
+
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        found: list[float] = self._all_square_sums(own if self._group.rank == 0 else ())
+        return found
+
+
 class Reduction(ABC):
     """Collects the gradients of ``parameters``, leaf by leaf; subclasses reduce the complete ones.
 
@@ -117,6 +153,7 @@ class Reduction(ABC):
     changes: ClassVar[tuple[str, ...]] = (
         "steps",
         "exchanges",
+        "num_reductions",
         "given_up",
         "observer",
         "local",
@@ -138,11 +175,18 @@ class Reduction(ABC):
         group: Group,
         recorder: Recorder,
         options: ReductionOptions,
+        groups: GradientGroups = ONE_GROUP,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
         self.optimizer_parameters = self.parameters  # which an optimizer steps
         self.group = group
+        self.bundling = groups
+        self.data_ranks = self.bundling.data_ranks or range(group.size)
+        self.groups = [*dict.fromkeys([group, *groups.of.values()])]  # all that are in use
+        self._peers = {its: GroupPeers(self, its) for its in groups.of.values()}
+        for i, its in groups.of.items():
+            entry(self.parameters[i]).peers = weakref.ref(self._peers[its])
         self.recorder = recorder
         self.options = options
         self.lane = Lane(
@@ -190,6 +234,14 @@ class Reduction(ABC):
     def finish(self) -> None:
         """All leaves of this rank are closed: wait until the gradients are reduced."""
 
+    def _succeeded(self) -> None:
+        """All gradients are reduced, and set."""
+        self.local = [False] * len(self.names)
+        self.exchanges += 1
+        self.num_reductions += 1
+        self.given_up = False
+        self.plan = None
+
     def leave(self) -> None:
         """Give the reduction up, if one is under way: let the other ranks know, and drop every ``.grad``.
 
@@ -223,10 +275,6 @@ class Reduction(ABC):
         self.gradients.drop()
         self.place = {}
 
-    @abstractmethod
-    def _open(self, bucket: Bundle) -> None:
-        """A leaf begins."""
-
     def _settle(self, i: int) -> None:  # noqa: B027 - it may wait for the others of its bundle
         """A gradient of parameter i has arrived in the open leaf; it may be the first of several."""
 
@@ -236,9 +284,10 @@ class Reduction(ABC):
 
     def assign(self, num_leaves: int) -> StepPlan:
         """Who computes what in a declared step of ``num_leaves``."""
-        num_hosts = self.group.num_hosts
-        leaves = host_major(num_leaves, num_hosts, self.group.size // num_hosts)
-        return StepPlan(True, num_leaves, rotated(leaves, self.shift))
+        num_ranks = len(set(self.data_ranks))
+        num_hosts = self.group.num_hosts if num_ranks == self.group.size else 1
+        leaves = rotated(host_major(num_leaves, num_hosts, num_ranks // num_hosts), self.shift)
+        return StepPlan(True, num_leaves, [*map(leaves.__getitem__, self.data_ranks)])
 
     @property
     def micro_batch(self) -> int | None:
@@ -302,7 +351,7 @@ class Reduction(ABC):
             bucket.ready_ns = 0
             bucket.is_open = True
             bucket.pending = len(bucket.slots)
-            self._open(bucket)
+            bucket.open(leaf, whole=self.observer is not None)
 
     def arrived(self, i: int, *, settles: bool = True) -> None:
         """Autograd has accumulated into the ``.grad`` of parameter i; ``settles``: no hook looks at it."""
@@ -383,6 +432,16 @@ class Reduction(ABC):
         self.lane.run(operation, lambda: found.extend(gather())).wait()
         return found
 
+    def all_square_sums(self, own: Sequence[float]) -> list[float]:
+        """``own`` of all ranks: sums of squares of blocks of gradients, 8 bytes each. Collective.
+
+        Raises:
+            Desync, PeerLost: as ``rendezvous``.
+        """
+        data = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        found = self.exchange_bytes(NORM, GRADIENT_NORM, data, NORM_BYTES)
+        return [x for row in found for x in tensor_of(row, torch.float64).tolist()]
+
     def steps_now(self, optimizer: Optimizer) -> None:
         """An optimizer begins to use the gradients."""
         if self._update is not None:  # the last time it raised
@@ -401,7 +460,7 @@ class Reduction(ABC):
             self.recorder.stepped()
 
     def _exchange_statistics(self) -> None:
-        """All gradients have arrived, and none is set yet: exchange what norms have measured, if any."""
+        """All gradients have arrived, and none is set yet: exchange what norms have measured."""
         statistics, self.statistics = self.statistics, None
         if statistics is not None and self.group.size > 1:
             with self.recorder.span(BATCH_NORM, lane="host"):
@@ -467,5 +526,5 @@ class Reduction(ABC):
 
     def _report_unused(self) -> None:
         """All gradients have arrived: which parameters got none? Raises as ``UnusedParameters.report``."""
-        if not self.options.unused:
+        if not self.options.unused and not all(map(_is_full, self.buckets)):
             self._unused.report(self.buckets, self.steps, forbidden=self.options.unused is False)

@@ -133,22 +133,18 @@ class ReplicaWatch:
         crc, aside = 0, list[Tensor]()
         visit, num_visits = steps // every, max(1, PERIOD // every)
         for _, x in held[steps % every :: every]:
-            first, last = _turn(x.numel(), x.itemsize, visit, num_visits)
+            length, itemsize = x.numel(), x.itemsize
+            piece = max(LEAST_BYTES // itemsize, -(-length // num_visits))
+            first = visit % max(1, -(-length // piece)) * piece
+            last = min(first + piece, length)
             if x.is_cpu and x.is_contiguous():  # read where it lies: a view would take ten times as long
-                at = x.data_ptr() + first * x.itemsize
-                crc = zlib.crc32(ctypes.string_at(at, (last - first) * x.itemsize), crc)
+                at = x.data_ptr() + first * itemsize
+                crc = zlib.crc32(ctypes.string_at(at, (last - first) * itemsize), crc)
                 continue
-            piece = as_bytes(elements(x.detach(), first, last))
+            values = as_bytes(elements(x.detach(), first, last))
             if x.is_cpu:
-                crc = zlib.crc32(piece.numpy().data, crc)
+                crc = zlib.crc32(values.numpy().data, crc)
             else:
-                aside.append(piece.to(aside[0].device) if aside else piece)
+                aside.append(values.to(aside[0].device) if aside else values)
         late, self._late = self._late, fetch(torch.cat(aside)) if aside else None
         return crc if late is None else zlib.crc32(late().numpy().data, crc)
-
-
-def _turn(length: int, itemsize: int, visit: int, num_visits: int) -> tuple[int, int]:
-    """The elements, of ``length``, whose turn it is; all have had theirs after ``num_visits``."""
-    piece = max(LEAST_BYTES // itemsize, -(-length // num_visits))
-    first = visit % max(1, -(-length // piece)) * piece
-    return first, min(first + piece, length)

@@ -39,7 +39,8 @@ class UnusedParameters:
             Desync: a rank had none because the parameter is frozen there, and others had one.
             ValueError: unused parameters are ``forbidden``.
         """
-        unused = find_unused(buckets)
+        if not (unused := find_unused(buckets)):
+            return
         if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:
             raise Desync(
                 f"frozen on some ranks alone (requires_grad=False): {self._describe(alone)}; in step {step} "
@@ -72,16 +73,15 @@ class UnusedParameters:
 
 def find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
     """A rank that had no gradient at all, because it had no micro-batch or no weight, is not counted."""
-    if not [1 for bucket in buckets if bucket.presence.count(bucket.every) < len(bucket.presence)]:
-        return []  # as in most steps
     ranks = range(len(buckets[0].presence))
     busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]
     found = []
     for bucket in buckets:
         for k, slot in enumerate(bucket.slots):
-            without = [r for r in busy if not bucket.presence[r] >> k & 1]
+            its = busy if bucket.places is None else [r for r in busy if r in bucket.places]
+            without = [r for r in its if not bucket.presence[r] >> k & 1]
             if without:
-                on_some = len(without) < len(busy)
+                on_some = len(without) < len(its)
                 frozen = [r for r in without if on_some and bucket.frozen[r] >> k & 1]
                 found.append(Unused(slot.position, without, on_some, frozen))
     return found

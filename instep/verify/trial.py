@@ -23,7 +23,6 @@ from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.rng.generators import seed_generator, state_of
 from instep.rng.keys import derive
-from instep.step import optimizer_guard
 from instep.step.reduction import StepPlan
 from instep.verify.batch import pack, unpack
 from instep.verify.comparison import ERRORS, Part, compare
@@ -165,8 +164,6 @@ class RestoreOnExit:
         self._values = [(x, x.detach().clone()) for x in values]
         self._buffers = [(x, x.detach().clone()) for x in self.module.buffers()]
         self._gradients = [(p, p.grad) for p in (*self.module.parameters(), *self.reducer.parameters)]
-        entries = optimizer_guard.owners_of(self.reducer.optimizer_parameters)
-        self._reduced = [(entry, entry.reduced) for entry in entries]
         self._wrapper_state = [
             (x, {name: copy.copy(getattr(x, name)) for name in x.changes})
             for x in (self.reducer, self.backward)
@@ -189,8 +186,6 @@ class RestoreOnExit:
             generator.set_state(state)
         for module, training, _ in self._modules:
             module.training = training
-        for entry, reduced in self._reduced:
-            entry.reduced = reduced
         for x, before in self._wrapper_state:
             for name, value in before.items():
                 setattr(x, name, value)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from instep.events import Recorder
+from instep.memory import Segment
 from instep.net.process_group import Group
-from instep.reduce.buckets import Allocate, Bucket, flat_real, make_buckets
+from instep.reduce.buckets import Bucket, flat_real, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import VERSION, Header
+from instep.reduce.tree import plan_sum
 from tests.reduce.trees import tree_sum
 
 SHAPES = ((7, 13), (100,), (), (5, 3, 20))
@@ -66,7 +69,7 @@ def drawn_bucket(group: Group, leaves: Leaves, dtype: str = "float32", **how) ->
 def run(exchange: OrderedAllReduce, bucket: Bucket, leaves: Leaves, weight: int | None = None) -> Bucket:
     """Exchange ``bucket``; the weight of a rank is its number of leaves."""
     weight = len(leaves[exchange.group.rank]) if weight is None else weight
-    exchange.run(bucket, header_for(bucket, leaves, weight), leaves)
+    exchange.run(bucket, header_for(bucket, leaves, weight))
     return bucket
 
 
@@ -137,23 +140,22 @@ def filled_bucket(
     *,
     ordered: bool = True,
     dtype: str = "float32",
-    memory: Allocate | None = None,
+    memory: Callable[[int, int, torch.device], Segment] | None = None,
 ) -> Bucket:
     """A bucket of parameters of ``SHAPES`` whose counter holds the leaves of this rank.
 
     ``memory`` allocates, by default what the group can share.
     """
     parameters = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in SHAPES]
-    (bucket,) = make_buckets(
-        parameters, [range(len(SHAPES))], group.size, ordered=ordered, allocate=memory or group.allocate
-    )
-    fill(bucket, own, num_leaves)
+    with mock.patch.object(group, "allocate", memory or group.allocate):
+        (bucket,) = make_buckets(parameters, [range(len(SHAPES))], group, ordered=ordered)
+        fill(bucket, own, num_leaves)
     return bucket
 
 
 def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
     """A step begins, and these are the leaves of this rank."""
-    bucket.begin(num_leaves, lambda _: 0)
+    bucket.begin(num_leaves, lambda _: 0, [range(num_leaves)])
     for leaf, gradient in own.items():
         buffer = bucket.counter.open()
         parts = gradient.split([slot.length for slot in bucket.slots])
@@ -164,6 +166,8 @@ def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
 
 
 def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:
+    """Of ``bucket``, which is the sum of ``leaves``."""
+    bucket.sum = plan_sum(leaves, sum(map(len, leaves)))
     return Header(
         version=VERSION,
         declared=1,

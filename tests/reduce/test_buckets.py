@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.memory import align_bytes
+from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, flat_real, group_by_cap, make_buckets, num_real, wire_dtype
 
 CPU = torch.device("cpu")
@@ -24,8 +25,12 @@ def parameters_of(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Tenso
     return [torch.zeros(size, dtype=dtype) for size in sizes]
 
 
+def ranks(size: int) -> Group:
+    return Group(None, range(size), 0, timeout_s=1.0)
+
+
 def one_bucket(parameters: list[Tensor], num_ranks: int = 1) -> Bucket:
-    (bucket,) = make_buckets(parameters, [range(len(parameters))], num_ranks, ordered=True)
+    (bucket,) = make_buckets(parameters, [range(len(parameters))], ranks(num_ranks), ordered=True)
     return bucket
 
 
@@ -71,7 +76,7 @@ def test_padding_is_minus_zero_and_changes_no_float(sizes, num_ranks):
 
 def test_slots_keep_the_order_of_their_group_and_the_positions_of_registration():
     parameters = parameters_of(3, 20, 1)
-    first, second = make_buckets(parameters, [[2, 1], [0]], 2, ordered=True)
+    first, second = make_buckets(parameters, [[2, 1], [0]], ranks(2), ordered=True)
     assert first.followed and not second.followed
     assert [(slot.position, slot.offset, slot.length) for slot in first.slots] == [(2, 0, 1), (1, 16, 20)]
     assert [(slot.position, slot.offset, slot.length) for slot in second.slots] == [(0, 0, 3)]
@@ -153,7 +158,7 @@ def test_buckets_do_not_mix_dtypes_of_the_wire():
     parameters = [sixteen[0], sixty_four[0], *parameters_of(256), sixteen[1]]
     groups = group_by_cap(parameters, [0, 1, 2, 3], 2 * KIB)
     assert groups == [[0, 2], [1], [3]]  # bfloat16 travels as float32; what is not full goes last
-    dtypes = [bucket.dtype for bucket in make_buckets(parameters, groups, 1, ordered=True)]
+    dtypes = [bucket.dtype for bucket in make_buckets(parameters, groups, ranks(1), ordered=True)]
     assert dtypes == [torch.float32, torch.float64, torch.float32]
 
 
@@ -190,10 +195,10 @@ def so_many(count: int) -> Callable[[Bucket], int]:
 
 def test_a_step_begins_without_leaves_and_without_presence():
     bucket = one_bucket(parameters_of(3))
-    bucket.begin(2, so_many(0))
+    bucket.begin(2, so_many(0), [range(2)])
     bucket.slots[0].present = bucket.launched = True
     bucket.counter.push(0, bucket.counter.open())
-    bucket.begin(2, so_many(0))
+    bucket.begin(2, so_many(0), [range(2)])
     assert not bucket.counter.roots
     assert not bucket.launched
     assert not bucket.slots[0].present
@@ -211,11 +216,11 @@ def test_a_bucket_stays_where_it_is_while_only_the_gradients_are_its_views():
     bucket = one_bucket(parameters)
     for step in range(3):
         address = bucket.home.data_ptr()
-        bucket.begin(1, so_many(attached(bucket, parameters)))
+        bucket.begin(1, so_many(attached(bucket, parameters)), [range(1)])
         assert bucket.home.data_ptr() == address
         if step == 1:
             parameters[0].grad = None  # as zero_grad does
-            bucket.begin(1, so_many(1))
+            bucket.begin(1, so_many(1), [range(1)])
             assert bucket.home.data_ptr() == address
 
 
@@ -234,13 +239,13 @@ def test_a_bucket_moves_rather_than_write_over_a_gradient_that_somebody_kept(kee
     elif kept is parameters[0].grad:
         num_attached, parameters[0].grad = 1, None  # else torch would accumulate into the kept one as well
     expected = kept.tolist()
-    bucket.begin(1, so_many(num_attached))
+    bucket.begin(1, so_many(num_attached), [range(1)])
     assert bucket.home.data_ptr() != address
     assert bucket.home.data_ptr() % align_bytes(CPU) == 0
     bucket.home.fill_(9)
     assert kept.tolist() == expected
     address = bucket.home.data_ptr()
-    bucket.begin(1, so_many(0))
+    bucket.begin(1, so_many(0), [range(1)])
     assert bucket.home.data_ptr() == address  # once is enough
 
 
@@ -248,7 +253,7 @@ def test_a_bucket_that_moved_has_new_memory_and_lets_go_of_the_old():
     bucket = one_bucket(parameters_of(3))
     kept = bucket.view(bucket.slots[0], bucket.home)
     old = weakref.ref(bucket.views(bucket.home)[0])
-    bucket.begin(1, so_many(0))
+    bucket.begin(1, so_many(0), [range(1)])
     assert bucket.views(bucket.home)[0].data_ptr() == bucket.home.data_ptr() != kept.data_ptr()
     assert bool((bucket.home == 0).all()) and bool(torch.signbit(bucket.home).all())
     assert old() is None

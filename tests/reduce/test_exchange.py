@@ -257,9 +257,9 @@ def test_ranks_out_of_step_raise_one_error_and_reduce_nothing(mesh, change, word
     exchange, bucket, leaves, before = prepared(mesh.world.group)
     header = header_for(bucket, leaves, 1)
     with pytest.raises(Desync, match=words):
-        exchange.run(bucket, header._replace(**change) if mesh.rank == 1 else header, leaves)
+        exchange.run(bucket, header._replace(**change) if mesh.rank == 1 else header)
     assert bucket.home.tolist() == before.tolist()
-    exchange.run(bucket, header, leaves)  # and the group is fit for more
+    exchange.run(bucket, header)  # and the group is fit for more
     assert set(content(bucket).tolist()) == {2.0}
 
 
@@ -271,9 +271,9 @@ def test_a_rank_that_leaves_is_named_to_the_others(mesh):
         exchange.announce_leave(header, "leaving a step")
     else:
         with pytest.raises(Desync, match="rank 2 left step 4 before its gradients were complete"):
-            exchange.run(bucket, header, leaves)
+            exchange.run(bucket, header)
         assert bucket.home.tolist() == before.tolist()
-    exchange.run(bucket, header, leaves)
+    exchange.run(bucket, header)
     assert set(content(bucket).tolist()) == {2.0}
 
 
@@ -281,7 +281,7 @@ def test_a_rank_that_leaves_is_named_to_the_others(mesh):
 def test_weights_that_sum_to_zero_are_an_error_on_every_rank(mesh):
     exchange, bucket, leaves, before = prepared(mesh.world.group)
     with pytest.raises(ValueError, match="weights of all micro-batches of the step sum to 0"):
-        exchange.run(bucket, header_for(bucket, leaves, 0), leaves)
+        exchange.run(bucket, header_for(bucket, leaves, 0))
     assert bucket.home.tolist() == before.tolist()
 
 
@@ -310,7 +310,7 @@ HOUR_NS = 3600 * 10**9
 def test_who_waits_records_for_which_rank(mesh):
     exchange, bucket, leaves, _ = prepared(mesh.world.group)
     launched = time.monotonic_ns() + (HOUR_NS if mesh.rank == 1 else 0)
-    exchange.run(bucket, header_for(bucket, leaves, 1)._replace(launched_ns=launched), leaves)
+    exchange.run(bucket, header_for(bucket, leaves, 1)._replace(launched_ns=launched))
     assert waits(exchange) == ([] if mesh.rank == 1 else [1])
     assert all(event.duration_s < 3600 for event in exchange.recorder.events if event.name != "queued")
 
@@ -321,6 +321,6 @@ def test_times_of_another_host_are_translated_into_those_of_this_one(mesh):
     exchange, bucket, leaves, _ = prepared(mesh.world.group)
     exchange.offsets_ns = (0, HOUR_NS)
     launched = time.monotonic_ns() + (HOUR_NS - HOUR_NS // 60 if mesh.rank == 1 else 0)
-    exchange.run(bucket, header_for(bucket, leaves, 1)._replace(launched_ns=launched), leaves)
+    exchange.run(bucket, header_for(bucket, leaves, 1)._replace(launched_ns=launched))
     if mesh.rank == 0:
         assert waits(exchange) == []

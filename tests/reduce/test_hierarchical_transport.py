@@ -159,15 +159,15 @@ def raises_alike(mesh, odd):
     exchange = new_exchange(group)
     header = header_for(bucket, leaves, 1)
     with pytest.raises(Desync, match=f"rank {odd} is at optimizer step 5"):
-        exchange.run(bucket, header._replace(step=5) if mesh.rank == odd else header, leaves)
+        exchange.run(bucket, header._replace(step=5) if mesh.rank == odd else header)
     if mesh.rank == odd:
         exchange.announce_leave(header, "leaving a step")
     else:
         with pytest.raises(Desync, match=f"rank {odd} left step 4"):
-            exchange.run(bucket, header, leaves)
+            exchange.run(bucket, header)
     assert bucket.home.tolist() == before.tolist()
     assert exchange.rendezvous(header, [mesh.rank], "the test") == [[rank] for rank in range(4)]
-    exchange.run(bucket, header, leaves)
+    exchange.run(bucket, header)
     assert set(content(bucket).tolist()) == {2.5}
 
 
@@ -184,6 +184,6 @@ def names_the_absent(mesh, absent, ended):
     exchange = new_exchange(group)
     if mesh.rank != absent:
         with pytest.raises(PeerLost) as lost:
-            exchange.run(bucket, header_for(bucket, leaves, 1), leaves)
+            exchange.run(bucket, header_for(bucket, leaves, 1))
         assert lost.value.ranks == (absent,), lost.value
     ended.wait(30)

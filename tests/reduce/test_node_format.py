@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, make_buckets
 from instep.reduce.node_format import BucketNodes, NodeFormat, RandomBits, Stretch
 from tests.reduce.rounded_nodes import FORMATS, by_hand
@@ -37,7 +38,7 @@ def filled(
 ) -> Bucket:
     """One bucket of ``num_ranks`` slices, with ``values`` in ``order``."""
     groups = [range(len(values)) if order is None else order]
-    (bucket,) = make_buckets(values, groups, num_ranks, ordered=True, nodes=nodes)
+    (bucket,) = make_buckets(values, groups, Group(None, range(num_ranks), 0, 1.0), ordered=True, nodes=nodes)
     bucket.begin_nodes(1, STEP, 0)
     for position, view in views(bucket).items():
         view.copy_(values[position])
@@ -177,7 +178,13 @@ def test_in_float32_nothing_is_done() -> None:
 
 @EVERY
 def test_float64_stays_what_it_is(nodes: NodeFormat) -> None:
-    (bucket,) = make_buckets([torch.zeros(50, dtype=torch.float64)], [[0]], 2, ordered=True, nodes=nodes)
+    (bucket,) = make_buckets(
+        [torch.zeros(50, dtype=torch.float64)],
+        [[0]],
+        Group(None, range(2), 0, 1.0),
+        ordered=True,
+        nodes=nodes,
+    )
     assert not bucket.nodes.rounds and bucket.nodes.wire_bytes == bucket.nbytes
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from instep.elastic.faults import flip_bit
 from instep.errors import Desync, ReplicasDiffer
 from instep.mesh.mesh import Mesh
+from instep.net.process_group import alone
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.step.replica_watch import AT_ONCE, PERIOD, ReplicaWatch, _turn
+from instep.step import replica_watch
+from instep.step.replica_watch import AT_ONCE, PERIOD, ReplicaWatch
 from tests.replicate.replicas import equal_everywhere
 from tests.world import world
 
@@ -291,15 +294,22 @@ def test_without_the_comparison_ranks_go_on(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 15, 16, 17, 1000, 123_457])
-@pytest.mark.parametrize("num_visits", [1, 3, 64, PERIOD])
+@pytest.mark.parametrize("num_parameters", [1, 33, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
-def test_every_element_has_its_turn(num_elements: int, num_visits: int, dtype: torch.dtype) -> None:
-    x = torch.empty(num_elements, dtype=dtype)
-    seen = torch.zeros(num_elements, dtype=torch.bool)
-    for visit in range(num_visits):
-        first, last = _turn(x.numel(), x.itemsize, visit + 7, num_visits)
-        assert 0 <= first <= last <= num_elements
-        seen[first:last] = True
+def test_every_element_has_its_turn(num_elements: int, num_parameters: int, dtype: torch.dtype) -> None:
+    x = torch.zeros(num_elements, dtype=dtype)
+    seen = torch.zeros(x.nbytes, dtype=torch.bool)
+
+    def read(at: int, length: int) -> bytes:
+        first = at - x.data_ptr()
+        assert 0 <= first <= first + length <= x.nbytes
+        seen[first : first + length] = True
+        return b""
+
+    watch = ReplicaWatch(alone(), lambda: [("x", x)] * num_parameters, [range(2)])
+    with mock.patch.object(replica_watch.ctypes, "string_at", read):
+        for step in range(PERIOD):
+            watch.stepped(step + 7)
     assert seen.all()
 
 

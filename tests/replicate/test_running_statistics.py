@@ -79,7 +79,7 @@ def test_another_order_of_micro_batches_gives_other_bits() -> None:
 @world(2)
 def test_what_each_rank_measures_alone_would_differ(mesh: Mesh, monkeypatch) -> None:
     model = DataParallel(filled(Residual()), process_group=mesh)
-    model._declared.statistics.exchange = lambda reducer: None
+    model._session.declared.statistics.exchange = lambda reducer: None
     for micro_batch in model.micro_batches(NUM_LEAVES):
         images(model, micro_batch, 0)
     assert equal_everywhere(mesh, [p.grad for p in model.module.parameters()])
