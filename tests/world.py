@@ -192,7 +192,9 @@ def raw_groups(backend: str, store: dist.Store, rank: int, timeout: timedelta) -
         pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         prefix.set(f"made/{at}", "")
-        prefix.wait([f"made/{i}" for i in range(size)])  # a rank that closes it now would fail the others' call
+        prefix.wait(
+            [f"made/{i}" for i in range(size)]
+        )  # a rank that closes it now would fail the others' call
         return pg
 
     return make

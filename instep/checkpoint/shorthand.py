@@ -98,9 +98,9 @@ def save(
         The directory of this checkpoint, on every rank.
 
     Raises:
-        ValueError: ``extra`` is no JSON; the optimizer has parameters that ``model`` has not; or there are
-            several shard groups, and ``model`` is not the wrapper, which knows all of them.
-        TypeError: the model's state dict has something that is no tensor.
+        ValueError: ``extra`` is no JSON; the model keeps what is neither data nor a tensor; the optimizer has
+            parameters that ``model`` has not; or there are several shard groups, and ``model`` is not the
+            wrapper, which knows all of them.
         CheckpointRejected: what the ranks hold is not one whole state.
         FileExistsError: that step is there already, with another state.
         OSError: the directory cannot be written to.
@@ -279,10 +279,7 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
         if group.rank != root or mine is None:
             return [], b""
         source = open_source(mine.path, mine.manifest)
-        shards = [
-            Shard.whole(name, source.read(name, 0, x.numel).view(x.shape), order=None)
-            for name, x in source.tensors.items()
-        ]
+        shards = [Shard.whole(name, source.read_whole(name), order=None) for name in source.tensors]
         said = {
             "rows": shards_to_json(shards),
             "ties": dict(source.ties),
