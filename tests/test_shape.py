@@ -119,9 +119,9 @@ PURE = (
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 940,
+    "": 954,
     "bench": 6065,
-    "checkpoint": 4246,
+    "checkpoint": 4248,
     "cli": 1080,
     "comm": 1000,
     "data": 2040,
@@ -134,13 +134,13 @@ BUDGET = {
     "pipeline": 4175,
     "recipes": 1460,
     "reduce": 2705,
-    "replicate": 1690,
+    "replicate": 1699,
     "rng": 410,
     "run": 7220,
     "shard": 4863,
     "shm": 2030,
-    "state": 1710,
-    "step": 2650,
+    "state": 1715,
+    "step": 2653,
     "timeline": 4905,
     "verify": 750,
 }

@@ -39,6 +39,7 @@ from instep.state.homes import (
     JoinedOptimizers,
     Wrapped,
     homes,
+    not_compiled,
     offered,
     outermost,
     unwrapped,
@@ -78,7 +79,7 @@ class Registered:
             if isinstance(x, Optimizer):
                 self.optimizers[name] = x
             elif isinstance(x, nn.Module) or isinstance(offered(x), Wrapped):
-                self.models[name] = _not_compiled(x)
+                self.models[name] = not_compiled(x)
             else:
                 _require_stateful(name, x)
                 self.others[name] = x
@@ -446,11 +447,6 @@ def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
         f"expected the registered {what} of the saved state: only that has {missing}, only this run has "
         f"{more}: register what was registered then, by the same names"
     )
-
-
-def _not_compiled(model: Any) -> Any:
-    """What ``torch.compile`` was given: that is the wrapper, and has the names of the model."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _require_name(name: str) -> None:

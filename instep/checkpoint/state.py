@@ -40,6 +40,7 @@ from instep.state.homes import (
     holders,
     home,
     homes,
+    not_compiled,
     offered,
     outermost,
     shape_of,
@@ -72,7 +73,7 @@ class TrainingState:
     def __init__(
         self, model: Any, optimizer: Optimizer | JoinedOptimizers | None = None, group: Group | None = None
     ) -> None:
-        wrapped = offered(model)
+        wrapped = offered(model := not_compiled(model))
         self.module = wrapped.module if isinstance(wrapped, Wrapped) else unwrapped(model)
         self.optimizer = optimizer
         self._wrapped: Wrapped | None = wrapped
