@@ -2,7 +2,7 @@
 
 ``copy.deepcopy(model.module)``, for example for averaged weights, copies hooks too, and the backward of the
 copy would send gradients of the original. A module with a closure as a hook cannot be pickled.
-``torch.compile`` does not trace these hooks: they use threads and other ranks.
+``torch.compile`` does not trace these hooks: they use threads and other ranks. It breaks its graph there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,21 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+
+FULL_GRAPH = (
+    "instep exchanges with other ranks there, which no graph can have: leave out fullgraph=True, or put "
+    "torch.compile(block) in the place of each block before the model is wrapped"
+)
+
+
+def untraced(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
+    """``function``, which breaks a graph of ``torch.compile``, or refuses one without breaks in words.
+
+    Unless ``recursive``, what it calls is compiled.
+    """
+    call = torch._disable_dynamo(function, recursive)
+    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=FULL_GRAPH)
+    return call
 
 
 class Hook:
@@ -26,7 +41,7 @@ class Hook:
             return self._untraced(*args)
         return None if self.function is None else self.function(*args)
 
-    @torch._disable_dynamo
+    @untraced
     def _untraced(self, *args: Any) -> Any:
         return None if self.function is None else self.function(*args)
 

@@ -121,9 +121,9 @@ PURE = (
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 940,
+    "": 955,
     "bench": 6180,
-    "checkpoint": 3965,
+    "checkpoint": 4110,
     "cli": 945,
     "comm": 995,
     "data": 1145,
@@ -138,13 +138,13 @@ BUDGET = {
     "recipes": 880,
     "record": 1850,
     "reduce": 2790,
-    "replicate": 1695,
+    "replicate": 1705,
     "rng": 410,
     "run": 5075,
-    "shard": 4955,
+    "shard": 4960,
     "shm": 2025,
-    "state": 1705,
-    "step": 2695,
+    "state": 1715,
+    "step": 2705,
     "timeline": 4905,
     "verify": 745,
 }

@@ -283,10 +283,7 @@ def read_tensors(path: Path, file: str, expected: Layout) -> dict[str, Tensor]:
     except CheckpointRejected as error:
         error.args = (f"{path / file}: {error}",)
         raise
-    whole = {
-        first: source.read(kind + first, 0, math.prod(found[first][0])).view(found[first][0])
-        for first in dict.fromkeys(firsts.values())
-    }
+    whole = {first: source.read_whole(kind + first) for first in dict.fromkeys(firsts.values())}
     return {name: whole[first] for name, first in firsts.items()}
 
 

@@ -24,20 +24,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.checkpoint.listed import Listed, modules
 from instep.checkpoint.manifest import Json, canonical, require_json
+from instep.checkpoint.module_state import divided, to_tensors
 from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group, alone
+from instep.state.hash import tensor_digest
 from instep.state.homes import (
     JoinedOptimizers,
     Wrapped,
     homes,
+    not_compiled,
     offered,
     outermost,
     unwrapped,
@@ -77,13 +79,15 @@ class Registered:
             if isinstance(x, Optimizer):
                 self.optimizers[name] = x
             elif isinstance(x, nn.Module) or isinstance(offered(x), Wrapped):
-                self.models[name] = _not_compiled(x)
+                self.models[name] = not_compiled(x)
             else:
                 _require_stateful(name, x)
                 self.others[name] = x
         self._require_one_owner()
         for name, x in self.others.items():
             take_apart(name, x.state_dict())
+        for module in self.modules().values():
+            to_tensors(divided(module)[1])
 
     def count_updates(self) -> None:
         """From now on ``num_updates`` counts the steps of each optimizer that have begun."""
@@ -345,7 +349,7 @@ class RegisteredState(TrainingState):
         bodies = {} if self.is_for_use else self._require_objects(source, options)
         found = super().read(source, options)
         names = [full.removeprefix(OBJECT) for full in source.tensors if bodies and full.startswith(OBJECT)]
-        values = {name: _read_whole(source, OBJECT + name) for name in names}
+        values = {name: source.read_whole(OBJECT + name) for name in names}
         for name, body in bodies.items():
             put_together(name, body, values)  # or it is rejected before anything has changed
         return [*found, *(self._of_object(name, values[name]) for name in self._ordered(values))]
@@ -373,7 +377,8 @@ class RegisteredState(TrainingState):
         For whether a step that was broken off has left all as it was: that a survivor has made one of two
         updates shows here. Optimizers are seen by their steps, as fused ones write past torch's count of
         writes; options by their values; all other tensors by that count, and by where they lie, so what an
-        object makes anew whenever it is asked has always changed. Writes to ``.data`` stay unseen.
+        object makes anew whenever it is asked has always changed; what modules keep beside, by its values.
+        Writes to ``.data`` stay unseen.
         """
         elsewhere = {id(p) for there in self._homes if not there.resident for p in there.parameters}
         buffers = {
@@ -387,7 +392,8 @@ class RegisteredState(TrainingState):
         tensors += [value for _, value in options if isinstance(value, Tensor)]
         plain = repr([option for option in options if not isinstance(option[1], Tensor)])
         updates = sorted(self._registered.num_updates.items())
-        return StateMark((self._registered.digest(), plain, updates), tensors)
+        beside = [(x.name, tensor_digest(x.tensor)) for x in self.beside()]
+        return StateMark((self._registered.digest(), plain, updates, beside), tensors)
 
     def _of_object(self, name: str, x: Tensor) -> Shard:
         every = tuple(range(self.everyone.size))
@@ -399,11 +405,6 @@ class RegisteredState(TrainingState):
 
     def _ordered(self, names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: (self._place(name), name))
-
-    def _device(self, kind: str) -> torch.device:
-        """The models' device of this kind; the CPU where they have none."""
-        devices = (p.device for p in self.module.parameters())
-        return next((device for device in devices if device.type == kind), torch.device("cpu"))
 
     def _require_objects(self, source: Source, options: Json) -> dict[str, Json]:
         """The JSON of each object, or CheckpointRejected if this is a state of others."""
@@ -436,11 +437,6 @@ def _count(reference: weakref.ref[Registered], name: str, *_: Any) -> None:
         registered.num_updates[name] += 1
 
 
-def _read_whole(source: Source, full: str) -> Tensor:
-    stored = source.tensors[full]
-    return source.read(full, 0, stored.numel).view(stored.shape)
-
-
 def _require_counts(options: Json) -> None:
     counted = options.get("declared_steps", {}) if isinstance(options, dict) else {}
     sound = isinstance(counted, dict)
@@ -460,11 +456,6 @@ def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
         f"expected the {what} of the saved state: only that has {missing}, only this one has {more}: name "
         "the same ones in the same way, or load models alone, to use them"
     )
-
-
-def _not_compiled(model: Any) -> Any:
-    """What ``torch.compile`` was given: that is the wrapper, and has the names of the model."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _require_name(name: str) -> None:

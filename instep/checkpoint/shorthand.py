@@ -86,7 +86,6 @@ def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **ob
     Raises:
         ValueError: an object that cannot be saved, by its name; an optimizer of parameters that are in no
             model; several shard groups, and a model that is not the wrapper, which knows all of them.
-        TypeError: a model's state dict has something that is no tensor.
         CheckpointRejected: what the ranks hold is not one whole state.
         FileExistsError: that step is there already, with another state.
         OSError: the directory cannot be written to.
@@ -267,10 +266,7 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
         if group.rank != root or mine is None:
             return [], b""
         source = open_source(mine.path, mine.manifest)
-        shards = [
-            Shard.whole(name, source.read(name, 0, x.numel).view(x.shape), order=None)
-            for name, x in source.tensors.items()
-        ]
+        shards = [Shard.whole(name, source.read_whole(name), order=None) for name in source.tensors]
         said = {
             "rows": shards_to_json(shards),
             "ties": dict(source.ties),

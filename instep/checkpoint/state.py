@@ -17,6 +17,7 @@ One idea in one file, though long: what is read here has to be what was written 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -24,11 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.checkpoint import moments, tensors
+from instep.checkpoint import module_state, moments, tensors
 from instep.checkpoint.manifest import Json, require_json
 from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
 from instep.net.process_group import Group, alone
+from instep.shard.fully import gathered
 from instep.state.homes import (
     DividedOptimizer,
     Home,
@@ -38,7 +40,9 @@ from instep.state.homes import (
     holders,
     home,
     homes,
+    not_compiled,
     offered,
+    outermost,
     shape_of,
     undivided,
     unwrapped,
@@ -69,7 +73,7 @@ class TrainingState:
     def __init__(
         self, model: Any, optimizer: Optimizer | JoinedOptimizers | None = None, group: Group | None = None
     ) -> None:
-        wrapped = offered(model)
+        wrapped = offered(model := not_compiled(model))
         self.module = wrapped.module if isinstance(wrapped, Wrapped) else unwrapped(model)
         self.optimizer = optimizer
         self._wrapped: Wrapped | None = wrapped
@@ -118,13 +122,13 @@ class TrainingState:
         is with every shard of it.
 
         Raises:
-            TypeError: the state dict has something that is no tensor.
+            ValueError: the module keeps something that is neither data nor a tensor, or changes a shard.
         """
-        return [*self.hashed(), *self._beside(), *self._options()]
+        return [*self.hashed(), *self.beside(), *self._options()]
 
     def hashed(self) -> list[Shard]:
         """Of what this rank holds, what the state's hash is over, in its order."""
-        buffers = _persistent_buffers(self.module)
+        buffers = module_state.buffers(self.module)
         return [*self._model(buffers), *self._moments(len(self._parameters) + len(buffers))]
 
     def has_values(self, shard: Shard) -> bool:
@@ -185,22 +189,20 @@ class TrainingState:
 
     @cached_property
     def _ties(self) -> dict[str, str]:
-        found = self._state_dict()
+        found = module_state.divided(self.module, self._away)[0]
         if all(there.resident for there in self._homes):
             return tensors.split_ties(found)[1]
         firsts: dict[int, str] = {}  # weights that are not here have no address
         return {name: firsts[id(x)] for name, x in found.items() if firsts.setdefault(id(x), name) != name}
 
-    def _state_dict(self) -> dict[str, Tensor]:
-        """The module's, with parameters and buffers themselves."""
-        found = self.module.state_dict(keep_vars=True)
-        for name, x in found.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"{name}: expected a tensor in the state dict, got {type(x).__name__}: keep it in an "
-                    "object of its own, and save that, too"
-                )
-        return found
+    @cached_property
+    def _keeps_state(self) -> bool:
+        return module_state.keeps_state(self.module)
+
+    @cached_property
+    def _away(self) -> set[int]:
+        """The identities of parameters of which this rank has a part, or none."""
+        return {id(p) for there in self._homes if not there.resident for p in there.parameters}
 
     def read(self, source: Source, options: Json) -> list[Shard]:
         """What this rank is to hold of the state in ``source``, in memory of its own; nothing is changed.
@@ -216,11 +218,13 @@ class TrainingState:
                     "expected the state of an optimizer, got none: load without an optimizer"
                 )
             self._require_optimizer(options, source.layout(OPTIMIZER))
-        buffers = _persistent_buffers(self.module)
-        wanted = [*self._model(buffers), *self._beside()]
+        buffers = module_state.buffers(self.module)
+        wanted = list(self._model(buffers))
         if self.optimizer is not None:
             wanted += self._moments_in(source, len(self._parameters) + len(buffers))
-        return [_read(source, shard, firsts) for shard in wanted]
+        found = [*(_read(source, shard, firsts) for shard in wanted), *self._beside_in(source)]
+        self._given(_values(found))  # or it is rejected before any change
+        return found
 
     def is_all_of(self, options: Json) -> bool:
         """Whether a state that was saved with ``options`` is no more than this one: its hash is over this."""
@@ -228,7 +232,7 @@ class TrainingState:
 
     def put(self, values: Sequence[Shard], options: Json) -> None:
         """Take over what ``read`` has given, in place. Collective over ``group``."""
-        self._put_model({x.name.removeprefix(MODEL): x for x in values if x.name.startswith(MODEL)})
+        self._put_model(_values(values))
         if self.optimizer is not None:
             self._put_optimizer([x for x in values if x.name.startswith(OPTIMIZER)], options)
         self.group.barrier("the loading of a state")
@@ -253,7 +257,7 @@ class TrainingState:
         if self._wrapped is not None and not self.is_divided:
             self._wrapped.settled()
 
-    def _model(self, buffers: Sequence[tuple[str, Tensor]]) -> Iterator[Shard]:
+    def _model(self, buffers: Mapping[str, Tensor]) -> Iterator[Shard]:
         held = {id(x.parameter): x for there in self._homes for x in there.held}
         for place, (name, p) in enumerate(self._parameters.items()):
             there = home(p) if self._homes else None
@@ -261,15 +265,45 @@ class TrainingState:
                 yield Shard.whole(MODEL + name, p, self._every, (place, ""))
             elif (x := held.get(id(p))) is not None:
                 yield self._of_parameter(MODEL + name, x, x.flat(x.tensor.detach()), (place, ""), there)
-        for i, (name, b) in enumerate(buffers, start=len(self._parameters)):
+        for i, (name, b) in enumerate(buffers.items(), start=len(self._parameters)):
             yield Shard.whole(MODEL + name, b, self._every, (i, ""))
 
-    def _beside(self) -> Iterator[Shard]:
+    def beside(self) -> Iterator[Shard]:
         """What a state dict has that is neither parameter nor buffer."""
-        seen = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
-        for name, x in self._state_dict().items():
-            if id(x) not in seen and name not in self._ties:
-                yield Shard.whole(MODEL + name, x, tuple(range(self.everyone.size)), None)
+        if self._keeps_state:
+            for value, x in module_state.divided(self.module, self._away)[1].items():
+                for name, part in module_state.to_tensors({value: x}).items():
+                    yield Shard.whole(MODEL + name, part, self._keepers(value), None)
+
+    def _beside_in(self, source: Source) -> Iterator[Shard]:
+        """The same, as it is in ``source``."""
+        there = source.layout(MODEL)
+        for value in module_state.divided(self.module, self._away)[1] if self._keeps_state else ():
+            for name in module_state.names_of(value, there):
+                yield Shard.whole(MODEL + name, source.read_whole(MODEL + name), self._keepers(value), None)
+
+    def _keepers(self, value: str) -> tuple[int, ...]:
+        """The ranks that compute with the module that keeps ``value``: all, but in a pipeline."""
+        module, found = value, set[tuple[int, ...]]()
+        while not found and (module := module.rpartition(".")[0]):
+            inside = (p for name, p in self._parameters.items() if name.startswith(f"{module}."))
+            found = set(map(self._stages, inside))
+        if not found and "." in value:
+            found = set(map(self._stages, self._parameters.values()))
+        if len(found) > 1:
+            raise ValueError(
+                f"{value}: its module has no parameters, by which a pipeline knows its rank: keep it in a "
+                "layer that has some"
+            )
+        return next(iter(found), self._every)
+
+    def _stages(self, parameter: Tensor) -> tuple[int, ...]:
+        """The ranks of a pipeline that compute with ``parameter``; without one all do."""
+        there = home(parameter)
+        there = None if there is None else outermost(there)
+        if there is None or there.replicas is None:
+            return self._every
+        return holders(there, parameter, there.slices_with(parameter), self.everyone)
 
     def _moments(self, first: int) -> Iterator[Shard]:
         if self.steps is None:
@@ -350,21 +384,38 @@ class TrainingState:
                 if isinstance(value, Tensor):
                     yield Shard.whole(OPTIMIZER + _option(index, key), value, self._every, None)
 
-    def _put_model(self, values: Mapping[str, Shard]) -> None:
-        """Weights and buffers, in the memory that they have."""
+    def _put_model(self, values: Mapping[str, Tensor]) -> None:
+        """Weights and buffers, in the memory that they have, and what the module loads by itself."""
+        away = [there for there in self._homes if not there.resident]
         with torch.no_grad():
-            if all(there.resident for there in self._homes):
-                self.module.load_state_dict(
-                    {name: values[self._ties.get(name, name)].tensor for name in self.module.state_dict()}
-                )
-                return
-            for there in self._homes:
+            for there in self._homes if away else ():
                 there.make_room()
-            for live in (*self._model(_persistent_buffers(self.module)), *self._beside()):
-                live.tensor.copy_(values[live.name.removeprefix(MODEL)].tensor)
-            for there in self._homes:
-                if not there.resident:
-                    there.loaded()
+            for live in self._model(module_state.buffers(self.module)) if away else ():
+                live.tensor.copy_(values[live.name.removeprefix(MODEL)])
+            for there in away:
+                there.loaded()
+        if not away or self._keeps_state:
+            whole = away and module_state.loads(self.module)
+            with torch.no_grad(), gathered(self.module) if whole else nullcontext():
+                self.module.load_state_dict(self._given(values))
+
+    def _given(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What the module's ``load_state_dict`` is given: its own state dict, which has the versions of its
+        formats, with ``values``; of what is not all here the parameter itself."""
+        given = self.module.state_dict(keep_vars=True)
+        _, beside = module_state.divided(self.module, self._away)
+        for name, x in given.items():
+            if name in beside:
+                device = x.device if isinstance(x, Tensor) else self._device("cuda")
+                given[name] = module_state.from_tensors(name, values, device)
+            elif id(x) not in self._away:
+                given[name] = values[self._ties.get(name, name)]
+        return given
+
+    def _device(self, kind: str) -> torch.device:
+        """The model's device of this kind; the CPU where there is none."""
+        devices = (p.device for p in self.module.parameters())
+        return next((device for device in devices if device.type == kind), torch.device("cpu"))
 
     def _put_optimizer(self, values: Sequence[Shard], options: Json) -> None:
         """Options come from the saved state too, as in ``Optimizer.load_state_dict``; moments keep the dtype
@@ -399,7 +450,7 @@ class TrainingState:
             )
         ties, there = self.ties(), source.layout(MODEL)
         names: dict[str, list[str]] = {}
-        for name in self._state_dict():
+        for name in module_state.divided(self.module, self._away)[0]:
             names.setdefault(ties.get(name, name), []).append(name)
         found: dict[str, str] = {}
         for same in names.values():
@@ -408,11 +459,13 @@ class TrainingState:
         return found
 
     def _require_model(self, source: Source, firsts: Mapping[str, str]) -> None:
-        found = source.layout(MODEL)
-        expected = {}
-        for name, x in self._state_dict().items():
-            expected[name] = (tuple(shape_of(x)), x.dtype)
-        tensors.require_layout(found, expected, firsts)
+        found, (own, beside) = dict(source.layout(MODEL)), module_state.divided(self.module, self._away)
+        expected = {name: (tuple(shape_of(x)), x.dtype) for name, x in own.items()}
+        for value in beside:
+            stored = [found.pop(name) for name in module_state.names_of(value, list(found))]
+            if not stored:
+                expected[value] = ((), torch.uint8)  # of which it is said to be missing
+        tensors.require_layout(found, expected, {**dict.fromkeys(beside, ""), **firsts})
 
     def _require_optimizer(self, options: Json, layout: Layout) -> None:
         """CheckpointRejected unless the optimizer has the saved class, groups, parameter names, kinds of
@@ -475,11 +528,9 @@ def _read(source: Source, shard: Shard, firsts: Mapping[str, str]) -> Shard:
     return shard._replace(dtype=flat.dtype, tensor=flat.view(shape))
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that a state dict carries, by name, in registration order."""
-    buffers = list(module.named_buffers())
-    kept = module.state_dict(keep_vars=True) if buffers else {}
-    return [(name, b) for name, b in buffers if name in kept]
+def _values(shards: Iterable[Shard]) -> dict[str, Tensor]:
+    """Those of the model, by name."""
+    return {x.name.removeprefix(MODEL): x.tensor for x in shards if x.name.startswith(MODEL)}
 
 
 def _alone(group: Group) -> Group:

@@ -153,9 +153,14 @@ def require_layout(found: Layout, expected: Layout, firsts: Mapping[str, str] | 
     unknown = sorted(found.keys() - there.values())
     if missing or unknown:
         parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(unknown)}"] * bool(unknown)
+        compiled = any("_orig_mod." in name for name in (*missing, *unknown))
+        fix = (
+            "compile with block.compile(), which keeps the names"
+            if compiled
+            else ("build the model that the checkpoint was made with")
+        )
         raise CheckpointRejected(
-            f"expected {len(set(there.values()))} tensors, got {len(found)}: {'; '.join(parts)}: build the "
-            "model that the checkpoint was made with"
+            f"expected {len(set(there.values()))} tensors, got {len(found)}: {'; '.join(parts)}: {fix}"
         )
     wrong = [
         f"{name}: expected {_shown(layout)}, got {_shown(found[there[name]])}"

@@ -196,7 +196,7 @@ def _refuse_values(
     home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any
 ) -> None:
     for key, p in module._parameters.items():
-        if p is not None and not home.holds(p) and prefix + key in state:
+        if p is not None and not home.holds(p) and state.get(prefix + key, p) is not p:
             raise RuntimeError(
                 f"load_state_dict() into a pipeline: {prefix + key!r} is on another rank. Load before the "
                 "pipeline is made, or, from a checkpoint of instep, with instep.load()"

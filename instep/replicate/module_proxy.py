@@ -18,6 +18,9 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from instep.hook import untraced
 
 
 class ModuleProxy(nn.Module):
@@ -76,7 +79,7 @@ class ModuleProxy(nn.Module):
         return name in own or name in type(self)._defined or "_is_constructed" not in own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return _call_untraced(self, args, kwargs) if is_dynamo_compiling() else self.module(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.module!r})"
@@ -97,6 +100,13 @@ class ModuleProxy(nn.Module):
             f"a {type(self).__name__} takes part in a process group, and can be neither copied nor pickled: "
             "copy or pickle model.module"
         )
+
+
+def _call(wrapper: Any, args: Any, kwargs: Any) -> Any:
+    return wrapper.module(*args, **kwargs)
+
+
+_call_untraced = untraced(_call, recursive=False)
 
 
 def _returning(wrapper: nn.Module, method: MethodType) -> MethodType:

@@ -414,6 +414,9 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         there = home(x) if isinstance(x, Tensor) and id(x) not in fetched else None
         if there is not None and (value := there.fetch(x)) is not None:
             fetched[id(x)] = value
+    if not fetched.keys() <= set(map(id, held.values())):  # a hook makes others of them
+        with gathered(module):
+            return {name: _own_copy(x, {}) for name, x in module.state_dict().items()}
     return {name: _own_copy(x, fetched) for name, x in held.items()}
 
 

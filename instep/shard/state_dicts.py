@@ -50,5 +50,6 @@ def _refuse_load(
     own: Sequence[tuple[str, Unit]], module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any
 ) -> None:
     for key, unit in own:
-        if not unit.is_made_whole and prefix + key in state:
+        p = module._parameters[key]
+        if not unit.is_made_whole and state.get(prefix + key, p) is not p:
             raise RuntimeError(f"load_state_dict(): parameter {prefix + key!r} is this rank's shard: {HOW}")

@@ -378,3 +378,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     inner = getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) and tensors(inner) == tensors(model) else model
+
+
+def not_compiled(model: Any) -> Any:
+    """What ``torch.compile`` was given: that is the wrapper, and has the names of the model."""
+    return getattr(model, "_orig_mod", model)

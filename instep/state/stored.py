@@ -168,6 +168,11 @@ class Source:
                 _read_across(reader, name, extent, stored.shape, wanted, out[begin - first : end - first])
         return out
 
+    def read_whole(self, name: str) -> Tensor:
+        """All of ``name``, in its shape."""
+        stored = self.tensors[name]
+        return self.read(name, 0, stored.numel).view(stored.shape)
+
     def layout(self, kind: str) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shape and dtype of the tensors of ``kind``, one of ``KINDS``, by names without it."""
         return {

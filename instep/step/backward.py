@@ -50,6 +50,14 @@ def require_eager_autograd() -> None:
         )
 
 
+def guard_hooks() -> None:
+    """From now on torch.compile looks whether a module has hooks: it would run the code that it has made of a
+    block without hooks for the same block with hooks, which gather weights."""
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
+
+
 Mark: TypeAlias = tuple[bool, int | None]
 """What was true when a forward ran: synchronisation on or off, and the open micro-batch."""
 
@@ -76,6 +84,7 @@ class Backward:
         broadcast: bool,
         records: bool = True,
     ) -> None:
+        guard_hooks()
         self.module = declared.module
         self.reducer = declared.reducer
         self.declared = declared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from collections.abc import Callable
@@ -300,6 +301,28 @@ def test_tensors_of_objects_have_a_file_of_their_own(tmp_path: Path) -> None:
     assert not names & set(contents(out).layout)
 
 
+class Keeping(nn.Module):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return copy.copy(self.kept)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", [torch.zeros(2), {"calls": 0}, None], ids=str)
+def test_what_a_module_keeps_leaves_a_mark_when_its_value_changes(kept: Any) -> None:
+    module = Keeping(kept)
+    state = Registered({"model": module}).state()
+    before = state.mark()
+    assert state.mark() == before
+    module.kept = {"calls": 1}
+    assert state.mark() != before
+
+
 def two(**more: Any) -> dict[str, Any]:
     a, b = nn.Linear(2, 2), nn.Linear(2, 3)
     return {"a": a, "b": b, **more}
@@ -338,6 +361,7 @@ def registered_twice() -> dict[str, Any]:
             lambda: two(g=torch.Generator()),
             r"'g' is of class Generator, .* or leave it out if it does not change",
         ),
+        (lambda: {"model": Keeping(object())}, "_extra_state: expected data or a tensor in state_dict"),
         (lambda: {"my model": nn.Linear(1, 1)}, "expected a name like one of Python's, got 'my model'"),
     ],
 )

@@ -421,30 +421,43 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         TrainingState(Net(), SGD(Net().first.parameters(), lr=0.1))
 
 
-def test_what_is_no_tensor_in_a_state_dict_is_named() -> None:
-    class Odd(nn.Linear):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"calls": 3}
+class Keeping(nn.Linear):
+    kept: Any = None
 
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            pass
+    def get_extra_state(self) -> Any:
+        return self.kept
 
-    with pytest.raises(TypeError, match="_extra_state: expected a tensor in the state dict, got dict"):
-        TrainingState(Odd(2, 2)).shards()
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_what_a_module_keeps_is_data_or_it_is_refused_by_its_path() -> None:
+    model, other = Keeping(2, 2), Keeping(2, 2)
+    model.kept = {"calls": 3, "range": (torch.zeros(2), None)}
+    Elsewhere.of(TrainingState(model)).restore(TrainingState(other))
+    assert repr(other.kept) == repr(model.kept)
+    model.kept = {"calls": [object()]}
+    with pytest.raises(
+        ValueError, match=r"_extra_state/calls/0: expected data or a tensor .* got builtins\.object"
+    ):
+        TrainingState(model).shards()
+
+
+def test_damaged_data_of_a_module_is_rejected_and_nothing_changes() -> None:
+    model, other = Keeping(2, 2), Keeping(2, 2)
+    there = Elsewhere.of(TrainingState(model))
+    before = all_bits({name: p.detach() for name, p in other.named_parameters()})
+    there.values["model:_extra_state.json"].fill_(ord("["))
+    with pytest.raises(CheckpointRejected, match="_extra_state: expected JSON"):
+        there.restore(TrainingState(other))
+    assert all_bits({name: p.detach() for name, p in other.named_parameters()}) == before
+    with pytest.raises(CheckpointRejected, match="missing _extra_state"):
+        Elsewhere.of(TrainingState(nn.Linear(2, 2))).restore(TrainingState(other))
 
 
 def test_what_is_neither_parameter_nor_buffer_travels_too_and_is_not_hashed() -> None:
-    class Odd(nn.Linear):
-        calls = torch.tensor(3)
-
-        def get_extra_state(self) -> Tensor:
-            return self.calls
-
-        def set_extra_state(self, state: Tensor) -> None:
-            self.calls = state.clone()
-
-    model, other = Odd(2, 2), Odd(2, 2)
-    model.calls = torch.tensor(5)
+    model, other = Keeping(2, 2), Keeping(2, 2)
+    model.kept = torch.tensor(5)
     state = TrainingState(model)
     assert [shard.name for shard in state.shards()] == [
         *(MODEL + name for name in ("weight", "bias")),
@@ -452,4 +465,4 @@ def test_what_is_neither_parameter_nor_buffer_travels_too_and_is_not_hashed() ->
     ]
     assert [shard.name for shard in state.hashed()] == ["model:weight", "model:bias"]
     Elsewhere.of(state).restore(TrainingState(other))
-    assert other.calls == 5
+    assert other.kept == 5

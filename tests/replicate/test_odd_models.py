@@ -235,22 +235,6 @@ def test_backward_for_some_parameters_alone(mesh: Mesh) -> None:
     model.close()
 
 
-@world(2, by="process")
-def test_compiled_models(mesh: Mesh) -> None:
-    """The inner module compiled, or the whole wrapper; "eager" traces without generating code."""
-    inside = DataParallel(torch.compile(filled(Dense()), backend="eager"))
-    around = DataParallel(filled(Dense()))
-    compiled = torch.compile(around, backend="eager")
-    for model, module in ((inside, inside.module), (compiled, around.module)):
-        for _ in range(2):
-            model.zero_grad()
-            square(model, mesh.rank).backward()
-            torch.testing.assert_close(gradients(module), mean_gradients(filled(Dense()), square))
-            assert equal_everywhere(mesh, gradients(module))
-    inside.close()
-    around.close()
-
-
 @world(2)
 def test_a_number_of_uses_that_varies_from_step_to_step(mesh: Mesh) -> None:
     """Two segments, then three: by reentrant checkpointing each is a gradient of its own."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,27 +30,9 @@ class Odd(nn.Module):
         return x * self.gain + self.none.sum() + self.same.sum()
 
 
-def as_it_is(module: Odd) -> None:
-    pass
-
-
-def by_method(module: Odd) -> None:
-    for block in module.blocks:
-        block.compile(backend="eager")
-
-
-def by_function(module: Odd) -> None:
-    for i, block in enumerate(module.blocks):
-        module.blocks[i] = torch.compile(block, backend="eager")
-
-
-def trained(
-    mesh: Mesh, stage: int, before: Callable[[Odd], None] = as_it_is, after: Callable[[Odd], None] = as_it_is
-) -> list[Tensor]:
+def trained(mesh: Mesh, stage: int) -> list[Tensor]:
     module = filled(Odd())
-    before(module)
     model = DataParallel(module, process_group=mesh) if stage < 2 else fully_shard(module, mesh, stage)
-    after(module)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, process_group=mesh, lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
@@ -69,14 +48,3 @@ def test_parameters_of_one_element_and_of_none(mesh: Mesh) -> None:
     first, *others = [trained(mesh, stage) for stage in (1, 2, 3)]
     for state in others:
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(state, first, strict=True))
-
-
-@pytest.mark.parametrize("how", [by_method, by_function])
-@world(2, by="process")
-def test_stage_3_with_blocks_that_are_compiled(mesh: Mesh, how: Callable[[Odd], None]) -> None:
-    plain = trained(mesh, 3)
-    states = [trained(mesh, 3, before=how)]
-    if how is by_method:
-        states.append(trained(mesh, 3, after=how))
-    for state in states:
-        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(state, plain, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,3 +142,149 @@ def test_another_model_is_rejected_by_all_and_nothing_changes(mesh: Mesh, kind: 
         instep.load(tmp_path, model=model)
     assert all_bits(instep.full_state_dict(model)) == before
     close(model)
+
+
+class Keeps(nn.Linear):
+    """Nested below the layer that a pipeline cuts and a unit gathers."""
+
+    kept: Any = None
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class ExtraState(Keeps):
+    def get_extra_state(self) -> Any:
+        return copy.deepcopy(self.kept)  # made anew, as most do
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+class Renames(Keeps):
+    """With names of its own for a weight and a buffer, of which the second is stored in other units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_pre_hook(_rename_back)
+
+
+def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "kernel"] = state.pop(prefix + "weight")
+    state[prefix + "tenths"] = state.pop(prefix + "scale") * 10
+
+
+def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    state[prefix + "weight"] = state.pop(prefix + "kernel")
+    state[prefix + "scale"] = state.pop(prefix + "tenths") / 10
+
+
+class Derives(Keeps):
+    """What it keeps is computed from a weight that was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_derive)
+
+
+def _derive(module: nn.Module, keys: Any) -> None:
+    module.kept = module.weight.sum().item() if module.weight.numel() else None
+
+
+class Versioned(Keeps):
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        self.kept = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+VALUES = {
+    "a tensor": torch.arange(3.0),
+    "another shape": torch.arange(5.0),
+    "data": {"amax": [torch.ones(2, dtype=torch.bfloat16)], "steps": 3, "best": (float("inf"), None), 1: "a"},
+    "nothing": None,
+}
+
+
+def layers_that(keep: type[Keeps], value: Any = None) -> nn.Sequential:
+    found = nn.Sequential(*(nn.Sequential(keep(), nn.Tanh()) for _ in range(2)))
+    for layer in found:
+        layer[0].kept = value
+    return found
+
+
+@on_every_kind(2, (*EVERY, "stage 3, sharded optimizer"))
+@pytest.mark.parametrize(
+    ("keep", "value"),
+    [*((ExtraState, name) for name in VALUES), (Renames, None), (Derives, None), (Versioned, None)],
+)
+def test_modules_load_what_they_keep_themselves_as_torch_does(
+    mesh: Mesh, kind: str, tmp_path: Path, keep: type[Keeps], value: str | None
+) -> None:
+    program = replace(PROGRAM, kind=kind)
+    source = filled(layers_that(keep, VALUES.get(value)))
+    for buffer in source.buffers():
+        buffer.fill_(3.0)
+    expected = layers_that(keep, VALUES["a tensor"])
+    expected.load_state_dict(source.state_dict())
+    model, optimizer = program.make(source, mesh)
+    instep.save(tmp_path, model, optimizer, step=1)
+    close(optimizer, model)
+    mesh.world.group.barrier("the test")
+    other = layers_that(keep, VALUES["a tensor"])
+    model, optimizer = program.make(other, mesh)
+    assert instep.load(tmp_path, model, optimizer).step == 1
+    whole = instep.full_state_dict(model)
+    plain = {
+        name: x for name, x in expected.state_dict().items() if name in dict(expected.named_parameters())
+    }
+    assert all_bits({name: whole[name] for name in plain}) == all_bits(plain)
+    assert [*whole] == [*expected.state_dict()]
+    for number, (there, layer) in enumerate(zip(expected, other, strict=True)):
+        if kind != "pipeline" or number == mesh.rank:  # which has the weights
+            assert repr(layer[0].kept) == repr(there[0].kept)
+    close(optimizer, model)
+
+
+class Scales(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_scale)
+
+
+def _scale(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "tenths"] = state.pop(prefix + "weight") * 10
+
+
+class Apart(nn.Sequential):
+    """A layer without parameters, in a pipeline."""
+
+    def __init__(self) -> None:
+        observer = nn.Sequential()
+        super().__init__(nn.Linear(WIDTH, WIDTH), observer, nn.Linear(WIDTH, WIDTH))
+        observer.register_state_dict_post_hook(_count)
+
+
+def _count(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "calls"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "words"),
+    [
+        ("stage 2", partial(layers_that, Scales), r"leaves out or changes '0\.0\.weight', of which"),
+        ("stage 3", partial(layers_that, Scales), r"leaves out or changes '0\.0\.weight', of which"),
+        ("pipeline", Apart, r"1\.calls: its module has no parameters"),
+    ],
+)
+def test_what_no_rank_can_save_alone_is_refused(kind: str, module: Any, words: str, tmp_path: Path) -> None:
+    def body(mesh: Mesh) -> None:
+        model, optimizer = replace(PROGRAM, kind=kind).make(filled(module()), mesh)
+        with pytest.raises(ValueError, match=words):
+            instep.save(tmp_path, model, optimizer, step=1)
+        close(optimizer, model)
+
+    on_ranks(2, kind)(body)()
