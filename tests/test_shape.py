@@ -123,7 +123,7 @@ PURE = (
 BUDGET = {
     "": 955,
     "bench": 6180,
-    "checkpoint": 4110,
+    "checkpoint": 4115,
     "cli": 945,
     "comm": 995,
     "data": 1145,

@@ -90,7 +90,12 @@ class Registered:
             to_tensors(divided(module)[1])
 
     def count_updates(self) -> None:
-        """From now on ``num_updates`` counts the steps of each optimizer that have begun."""
+        """For a run: from now on ``num_updates`` counts the steps of each optimizer that have begun.
+
+        Raises:
+            ValueError: one rank alone steps the weights.
+        """
+        require_every_rank_steps([p for module in self.modules().values() for p in module.parameters()])
         for name, optimizer in self.optimizers.items():
             hook = optimizer.register_step_pre_hook(partial(_count, weakref.ref(self), name))
             weakref.finalize(self, hook.remove)
@@ -220,7 +225,6 @@ class Registered:
                         f"the parameter {names[id(p)]!r} is in two optimizers, {owners[id(p)]!r} and "
                         f"{name!r}: leave it out of one"
                     )
-        require_every_rank_steps([p for module in self.modules().values() for p in module.parameters()])
 
     def _require_one_group(self, group: Group | None) -> None:
         """All ranks train all models, and what is divided is divided among the same ranks."""

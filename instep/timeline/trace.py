@@ -201,8 +201,9 @@ def _head(model: Traced) -> dict[str, Any]:
     group = model.group
     peers = group.peers.table
     local = sum(peer.host == group.peers.me.host for peer in peers)
+    placed = {name: value for name, value in model.placement.items() if name != "cut_by"}
     setting = RunSetting(
-        **{"num_leaves": 0, "bucket_mb": 25.0, **model.placement},
+        **{"num_leaves": 0, "bucket_mb": 25.0, **placed},
         backend=group.backend,
         world_size=group.size,
         ranks_per_host=local,

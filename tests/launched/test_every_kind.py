@@ -139,8 +139,8 @@ def test_a_fault_in_what_one_rank_holds_is_seen_in_the_hashes_of_all(
     ended = train(*flags, *faults("flip:rank=0,step=5,phase=update"), cwd=tmp_path)
     assert ended.code == 0, ended.err
     ours, theirs = hashes_of(tmp_path / "run"), hashes_of(undisturbed)
-    assert [ours[step] == theirs[step] for step in range(1, 6)] == [True] * 5
-    assert ours[STEPS][1] != theirs[STEPS][1]
+    assert [ours[step] == theirs[step] for step in range(5)] == [True] * 5
+    assert ours[STEPS - 1][1] != theirs[STEPS - 1][1]
 
 
 @pytest.mark.parametrize(

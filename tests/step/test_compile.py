@@ -132,16 +132,16 @@ def test_a_compiled_wrapper_is_saved_as_the_wrapper_and_blocks_that_keep_their_n
         model = compiled(wrapped, backend="eager")
         for micro_batch in wrapped.micro_batches(2):
             wrapped(numbers(4, 8, key=f"leaf {micro_batch.index}")).square().mean().backward()
-        path = instep.save(tmp_path / name, model, step=7)
+        path = instep.save(tmp_path / name, step=7, model=model)
         mesh.world.group.barrier("the test")
         other, again = KINDS[kind].make(Blocks(), mesh)
-        instep.load(tmp_path / name, compiled(other, backend="eager"))
+        instep.load(tmp_path / name, model=compiled(other, backend="eager"))
         assert other.__instep_state__().counter.next_step == 1
         close(optimizer, wrapped, again, other)
         return path.parent
 
     for compiled in (by_function, by_method, blocks_by_method):
-        assert instep.load(made(compiled, compiled.__name__), Blocks()).step == 7
+        assert instep.load(made(compiled, compiled.__name__), model=Blocks()).step == 7
     renamed = made(blocks_by_function, "renamed")
     with pytest.raises(CheckpointRejected, match=r"compile with block\.compile\(\), which keeps the names"):
-        instep.load(renamed, Blocks())
+        instep.load(renamed, model=Blocks())

@@ -231,12 +231,12 @@ def test_modules_load_what_they_keep_themselves_as_torch_does(
     expected = layers_that(keep, VALUES["a tensor"])
     expected.load_state_dict(source.state_dict())
     model, optimizer = program.make(source, mesh)
-    instep.save(tmp_path, model, optimizer, step=1)
+    instep.save(tmp_path, step=1, model=model, optimizer=optimizer)
     close(optimizer, model)
     mesh.world.group.barrier("the test")
     other = layers_that(keep, VALUES["a tensor"])
     model, optimizer = program.make(other, mesh)
-    assert instep.load(tmp_path, model, optimizer).step == 1
+    assert instep.load(tmp_path, model=model, optimizer=optimizer).step == 1
     whole = instep.full_state_dict(model)
     plain = {
         name: x for name, x in expected.state_dict().items() if name in dict(expected.named_parameters())
@@ -284,7 +284,7 @@ def test_what_no_rank_can_save_alone_is_refused(kind: str, module: Any, words: s
     def body(mesh: Mesh) -> None:
         model, optimizer = replace(PROGRAM, kind=kind).make(filled(module()), mesh)
         with pytest.raises(ValueError, match=words):
-            instep.save(tmp_path, model, optimizer, step=1)
+            instep.save(tmp_path, step=1, model=model, optimizer=optimizer)
         close(optimizer, model)
 
     on_ranks(2, kind)(body)()
