@@ -150,8 +150,7 @@ class Gathers:
             self._recorder.span(PARAMETER_GATHER, lane="communication", num_bytes=size, bucket=unit.number),
             torch.no_grad(),
         ):
-            unit.cast()
-            all_gather(self._group, unit.flat, name)
+            all_gather(self._group, unit.flat, name, unit.cast())
 
     def _follow(self) -> None:
         name = "what other ranks gather"
@@ -161,7 +160,8 @@ class Gathers:
                 self._fill(unit, name)
                 unit.filled()
             else:
-                all_gather(self._group, unit.cast_apart(), name)
+                flat = torch.empty_like(unit.flat, memory_format=torch.contiguous_format)
+                all_gather(self._group, flat, name, unit.cast(flat))
 
     def _announce(self, mine: int, name: str) -> int:
         group = self._group

@@ -260,7 +260,7 @@ class Sharding:
         options, group = self.options, self.ranks.shard_group
         if again:
             for unit in self.units:
-                unit.lay_out(group)
+                unit.lay_out(group, self.ranks.weights)
         else:
             divided = {id(p) for kind in self._kinds for p in kind.parameters}
             # Within a shard group, units take the values of its first rank; shard groups share nothing else.
@@ -273,6 +273,7 @@ class Sharding:
                     kind,
                     places,
                     group,
+                    self.ranks.weights,
                     keeps=options.stage == 2,
                     compute_dtype=options.compute_dtype,
                     device=self._local.device,

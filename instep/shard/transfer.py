@@ -13,17 +13,21 @@ from instep.net.messages import Messages
 from instep.net.process_group import Group
 
 
-def all_gather(group: Group, flat: Tensor, operation: str) -> None:
-    """Every rank's part of ``flat``, a W-th of it, is in its place on all ranks."""
+def all_gather(group: Group, flat: Tensor, operation: str, mine: Tensor | None = None) -> None:
+    """Every rank's part of ``flat``, a W-th of it, is in its place on all ranks; this rank's comes from
+    ``mine``, or is there already."""
     if group.size == 1:
         return
     whole = flat.view(torch.uint8)
     parts = whole.split(len(whole) // group.size)
+    own = parts[group.rank] if mine is None else mine.view(torch.uint8)
     if group.prefers_messages and flat.device.type == "cpu":
+        if mine is not None:
+            parts[group.rank].copy_(own)
         messages = Messages(group.pg, group.ranks)
         group.run(lambda: perform(direct.all_gather, parts, messages), operation)
     else:
-        group.all_gather(whole, parts[group.rank], operation)
+        group.all_gather(whole, own, operation)
 
 
 def all_to_all(

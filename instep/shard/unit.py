@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ class Unit(Home):
 
     Args:
         places: of the module that has the parameters.
+        weights: the ranks of ``group`` again, which gather over this one.
         keeps: the gathered weights stay until the shards change (stage 2).
         device: where parameters from the meta device shall live.
         vacant: no memory until ``make_room``.
@@ -62,6 +64,7 @@ class Unit(Home):
         members: UnitMembers,
         places: Places,
         group: Group,
+        weights: Group,
         *,
         keeps: bool = False,
         compute_dtype: torch.dtype | None = None,
@@ -94,7 +97,7 @@ class Unit(Home):
         self._places = [places[id(p)] for p in self.parameters]
         values = [p.detach() for p in self.parameters] if self.has_values else None
         with torch.inference_mode(False), torch.no_grad():
-            self._lay_out(group)
+            self._lay_out(group, weights)
             if values is not None:
                 self._adopt(values)
 
@@ -160,16 +163,16 @@ class Unit(Home):
         if not storage.nbytes():
             storage.resize_(self.layout.num_elements * self.compute_dtype.itemsize)
 
-    def cast(self) -> None:
-        """This rank's part of ``flat`` has the values of the shards."""
-        if not self._shares_memory:
-            self.own_slice.copy_(self.slice)
-
-    def cast_apart(self) -> Tensor:
-        """As ``flat`` after ``cast``, in memory of its own."""
-        flat = torch.empty_like(self.flat, memory_format=torch.contiguous_format)
-        flat.split(self.layout.slice_length)[self.group.rank].copy_(self.slice.detach())
-        return flat
+    def cast(self, flat: Tensor | None = None) -> Tensor | None:
+        """The shards in the dtype of computation, this rank's part of a gather; None: they are in their place
+        in ``flat``, by default that of the unit, by now."""
+        if self._shares_memory and flat is None:
+            return None
+        if self.dtype == self.compute_dtype:
+            return self.slice.detach()
+        whole = self.flat if flat is None else flat
+        whole.split(self.layout.slice_length)[self.group.rank].copy_(self.slice)
+        return None
 
     def filled(self) -> None:
         """``flat`` has the values of all ranks."""
@@ -286,11 +289,11 @@ class Unit(Home):
         for whole in self.whole:
             whole.data = self.flat
 
-    def lay_out(self, group: Group) -> None:
+    def lay_out(self, group: Group, weights: Group) -> None:
         """Shard over ``group`` from now on, without values until they are loaded."""
         self.has_values = self.is_vacant = False
         with torch.inference_mode(False), torch.no_grad():
-            self._lay_out(group)
+            self._lay_out(group, weights)
 
     def _number_of(self, parameter: Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)
@@ -306,13 +309,15 @@ class Unit(Home):
                 else:  # an RNN has a list of its weights beside
                     setattr(owner, key, x)
 
-    def _lay_out(self, group: Group) -> None:
-        self.group = self.everyone = group
+    def _lay_out(self, group: Group, weights: Group) -> None:
+        self.group, self.everyone, self._weights = group, group, weights
         granule = max(align_bytes(self.device) // min(self.dtype.itemsize, self.compute_dtype.itemsize), 16)
         self.layout = cut([shape.numel() for shape in self.shapes], group.size, granule)
         same = self.dtype == self.compute_dtype
         self._shares_memory = same and (self.keeps or group.size == 1)
-        self.flat = torch.zeros(self.layout.num_elements, dtype=self.compute_dtype, device=self.device)
+        stays = self._shares_memory and self.keeps
+        make = self._shared if stays else partial(torch.zeros, dtype=self.compute_dtype, device=self.device)
+        self.flat = make(self.layout.num_elements)
         with torch.enable_grad():  # leaves, whose versions count for themselves
             views = [view.data for view in self.views_in(self.flat)]
         if not self.whole:
@@ -324,8 +329,15 @@ class Unit(Home):
                 whole.data = view
         self.is_shown = False
         self._gathered_versions, self._seen_versions = [], []
-        self.flat.untyped_storage().resize_(0)
+        if not stays:
+            self.flat.untyped_storage().resize_(0)
         self._make_shards()
+
+    def _shared(self, num_elements: int) -> Tensor:
+        """Zeros for shards, in memory that the ranks which gather them read in place, where they can."""
+        nbytes = num_elements * self.dtype.itemsize
+        memory = self._weights.allocate(nbytes, align_bytes(self.device), self.device).tensor
+        return memory.view(self.dtype).zero_()
 
     def _make_shards(self) -> None:
         """The user's parameters become this rank's shards; of nothing, while the unit is vacant."""
@@ -337,7 +349,7 @@ class Unit(Home):
             self.flat.zero_()
             self.slice = self.own_slice
         else:
-            self.slice = torch.zeros(length, dtype=self.dtype, device=self.device)  # the padding travels too
+            self.slice = self._shared(length)  # the padding travels too
         shards = [self.slice[:0].data.view(part_shape(shape, 0)) for shape in self.shapes]
         self.held = [
             ParameterShard(p, x.first, x.last, p, self.shapes[x.parameter])

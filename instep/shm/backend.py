@@ -270,7 +270,9 @@ class ShmGroup(ProcessGroup):
     def _gather(self, name: str, outs: Any, x: Tensor, opts: Any, root: int = -1) -> Task:
         """Into one tensor or one per rank; with a ``root``, there alone."""
         found = self._checked(outs, x, "output") if root in (-1, self.getRank()) else []
-        return self._task(name, x, partial(collectives.all_gather, x=x), found, opts, root=root)
+        location = self._heap.address_of(x) if root < 0 else NOWHERE
+        run = partial(collectives.all_gather, x=x)
+        return self._task(name, x, run, found, opts, root=root, location=location)
 
     def _all_to_all(
         self, outputs: list[Tensor], xs: list[Tensor], opts: Any, splits: Sequence[list[int]] = ()

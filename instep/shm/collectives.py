@@ -125,10 +125,21 @@ def broadcast(op: Operation, outs: Sequence[Tensor]) -> None:
 
 
 def all_gather(op: Operation, outs: Sequence[Tensor], *, x: Tensor) -> None:
-    """``outs[r]`` receives the ``x`` of rank r. Ranks without ``outs`` only send."""
-    results = _rows(outs, op.rounds.size)
-    for piece, read in pieces(op, [as_bytes(x)], 1, x.nbytes):
-        for rank, result in enumerate(results):
+    """``outs[r]`` receives the ``x`` of rank r. Ranks without ``outs`` only send.
+
+    What all ranks have in shared memory is read there, after the round that carries the first piece.
+    """
+    own = as_bytes(x)
+    results = {
+        r: out for r, out in enumerate(_rows(outs, op.rounds.size)) if out.data_ptr() != own.data_ptr()
+    }
+    for piece, read in pieces(op, [own], 1, x.nbytes):
+        if piece.stop < x.nbytes and NOWHERE not in op.locations:
+            for rank, result in results.items():
+                result.copy_(op.heap.map_peer(rank, op.locations[rank], op.label))
+            op.synchronize()
+            return
+        for rank, result in results.items():
             result[piece].copy_(read(rank, 0))
 
 
