@@ -9,21 +9,16 @@ knows about its model, its libraries and its processor. What fields cannot tell,
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import hashlib
-import inspect
 import json
 import platform
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +48,7 @@ KERNEL_SWITCHES = (
     "ONEDNN_MAX_CPU_ISA",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
+LOADER = ("batch_size", "micro_batch_size", "num_samples", "seed", "shuffle", "groups")
 # Lines of torch.__config__.show() that are worth a field of their own.
 LIBRARIES = {
     "mkl": r"Math Kernel Library Version (\S+)",
@@ -69,7 +65,6 @@ def describe(
     threads: int,
     device: str,
     module: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
 ) -> dict[str, Scalar]:
     """``config`` and what this process adds to it.
 
@@ -88,7 +83,6 @@ def describe(
         **_flags(kind),
         **(_gpu(device) if kind == "cuda" else _cpu()),
         **({} if module is None else module_fields(module)),
-        **({} if optimizer is None else optimizer_fields(optimizer)),
     }
 
 
@@ -207,19 +201,15 @@ def require_same(group: Group, fields: Mapping[str, Scalar]) -> None:
 
 # What a model is made of, so that a changed layer is refused by its name:
 #
-#     model.code.instep.models.transformer        of the whole file: helpers count, too
-#     model.code.FeedForward                      of each class that the model uses
+#     model.code.instep.models.transformer        a hash of the file, which may have changed in words alone
 #     model.layer.blocks.0.feed_forward.up        Linear(in_features=128, out_features=512, bias=True)
 #     model.parameter.blocks.0.feed_forward.up.weight             float32 [512, 128]
 #
-# Code is hashed without comments, docstrings and layout. torch's own classes are left out: they come with the
-# version of torch. A module that is divided counts as what it was before: where weights are is placement.
+# torch's own classes come with the version of torch. A module that is divided counts as what it was before:
+# where weights are is placement.
 
 UNKNOWN = "no source"
 SHORT = 16  # hex digits
-# Before Python 3.11.9 two threads that parse at once break each other (python/cpython#106905).
-PARSING = Lock()
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_fields(module: nn.Module) -> dict[str, Scalar]:
@@ -228,8 +218,7 @@ def module_fields(module: nn.Module) -> dict[str, Scalar]:
     for path, layer in module.named_modules():
         kind = layer.sharding.kind if isinstance(layer, FullySharded) else type(layer)
         if not kind.__module__.startswith("torch."):
-            fields[f"model.code.{kind.__module__}"] = _code_of_file(kind.__module__)
-            fields[f"model.code.{kind.__qualname__}"] = _code_of_class(kind)
+            fields[f"model.code.{kind.__module__}"] = file_hash(getattr(_module_of(kind), "__file__", None))
         if not any(True for _ in layer.children()):
             fields[f"model.layer.{path or '(whole)'}"] = f"{kind.__name__}({layer.extra_repr()})"
     for name, x in _tensors(module):
@@ -237,15 +226,43 @@ def module_fields(module: nn.Module) -> dict[str, Scalar]:
     return fields
 
 
-def optimizer_fields(optimizer: torch.optim.Optimizer) -> dict[str, Scalar]:
-    """Which optimizer it is, and which of torch's implementations: they differ in the last bit."""
-    kind = type(optimizer)
-    flags = {key: value for key, value in optimizer.defaults.items() if value is None or type(value) is bool}
-    fields: dict[str, Scalar] = {f"optimizer.{key}": value for key, value in flags.items()}
-    fields["optimizer.kind"] = f"{kind.__module__}.{kind.__qualname__}"
+def optimizer_fields(optimizer: Optimizer, local: Optimizer) -> dict[str, Scalar]:
+    """Of ``optimizer`` the options of each group, as they are before the first step.
+
+    Of ``local``, which steps for it, its class, and which of torch's implementations: they differ in the last
+    bit.
+    """
+    kind = type(local)
+    flags = {key: value for key, value in local.defaults.items() if value is None or type(value) is bool}
+    fields: dict[str, Scalar] = dict(flags)
+    fields["kind"] = f"{kind.__module__}.{kind.__qualname__}"
     if not kind.__module__.startswith("torch."):
-        fields["optimizer.code"] = _code_of_class(kind)
+        fields["code"] = file_hash(getattr(_module_of(kind), "__file__", None))
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and key not in flags:
+                plain = value.tolist() if isinstance(value, Tensor) else value
+                fields[f"groups.{number}.{key}"] = plain if isinstance(plain, Scalar) else str(plain)
     return fields
+
+
+def loader_fields(loader: Any) -> dict[str, Scalar]:
+    """What of a loader says which samples are in which micro-batch, and a hash of these where it is known."""
+    found = {name: getattr(loader, name, None) for name in LOADER}
+    found["sha256"] = getattr(getattr(loader, "dataset", None), "sha256", None)
+    return {name: value for name, value in found.items() if isinstance(value, int | str)}
+
+
+def file_hash(path: Path | str | None) -> str:
+    """A hash of the file at ``path``."""
+    try:
+        return UNKNOWN if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:SHORT]
+    except OSError:
+        return UNKNOWN
+
+
+def _module_of(kind: type) -> ModuleType | None:
+    return sys.modules.get(kind.__module__)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -256,59 +273,34 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield f"model.buffer.{name}", b
 
 
-def _code_of_class(kind: type) -> str:
-    with PARSING:
-        known = _code_in(sys.modules.get(kind.__module__)).get(kind.__qualname__)
-        if known is not None:
-            return known
-        try:  # a notebook has no file, and inspect knows its cells
-            return _code_of(textwrap.dedent(inspect.getsource(kind)))[kind.__name__]
-        except (OSError, TypeError, SyntaxError, KeyError):
-            return UNKNOWN
+# What a difference means for a run that is to go on.
+
+NOTED = re.compile(r"steps|(.*\.)?code(\..*)?")
+WARNED = re.compile(
+    r"(cpu|gpu|libraries|environment|attention)\..*|device|threads|torch|python|libc|deterministic|"
+    r"matmul_precision|flush_denormal"
+)
 
 
-def _code_of_file(name: str) -> str:
-    with PARSING:
-        return _code_in(sys.modules.get(name)).get("", UNKNOWN)
+def binding(fields: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Those of ``fields`` that have to be the same for the same bits; the others may be."""
+    return {name: value for name, value in fields.items() if not NOTED.fullmatch(name)}
 
 
-@cache
-def _code_in(module: ModuleType | None) -> dict[str, str]:
-    """Hashes of the file of ``module``: "" is the whole, the rest are its classes by qualified name."""
-    try:
-        return {} if module is None else _code_of(inspect.getsource(module))
-    except (OSError, TypeError, SyntaxError):
-        return {}
+class Changes(NamedTuple):
+    """Fields that differ, in words: ``refused`` by name (the training is another one), ``warned`` of (the
+    machine or its software, which may round otherwise), ``noted`` (code, or how many steps there will be)."""
+
+    refused: list[str]
+    warned: list[str]
+    noted: list[str]
 
 
-def code_of_script(path: Path) -> str:
-    """The hash of the code in the file at ``path``, without comments, docstrings and layout."""
-    with PARSING:
-        try:
-            return _code_of(path.read_text(encoding="utf-8"))[""]
-        except (OSError, ValueError, SyntaxError):
-            return UNKNOWN
-
-
-def _code_of(source: str) -> dict[str, str]:
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | Definition) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
-    return {
-        name: hashlib.sha256(ast.dump(node).encode()).hexdigest()[:SHORT] for name, node in _classes(tree)
-    }
-
-
-def _classes(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """The module as "", and the classes below it, those in functions too."""
-    if isinstance(node, ast.Module):
-        yield "", node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, Definition):
-            yield from _classes(child, prefix)
-            continue
-        name = f"{prefix}{child.name}"
-        if isinstance(child, ast.ClassDef):
-            yield name, child
-        yield from _classes(child, f"{name}." if isinstance(child, ast.ClassDef) else f"{name}.<locals>.")
+def changes(saved: Mapping[str, Scalar], now: Mapping[str, Scalar], where: tuple[str, str]) -> Changes:
+    """The fields in which ``saved`` and ``now`` differ."""
+    found = Changes([], [], [])
+    for line in differences(saved, now, where):
+        name = line.partition(":")[0]
+        number = 2 if NOTED.fullmatch(name) else 1 if WARNED.fullmatch(name) else 0
+        found[number].append(f"{name} has changed" if "code" in name.split(".") else line)
+    return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.canary import agree_on_canary
-from instep.checkpoint.manifest import differences, fingerprint
+from instep.checkpoint.manifest import differences
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.net.agree import on_first_rank
 from instep.record import jsonl, summary
@@ -225,7 +225,7 @@ class Generation:
 
         def look() -> dict[str, Any]:
             before = starts(path)
-            ours = fingerprint(training.contract)
+            ours = training.fingerprint
             recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
             if training.generation > 1 and before and before[-1]["fingerprint"] != ours:
                 raise ContractBroken(
@@ -361,6 +361,6 @@ def _summary(
         **summary.figures(lines, first_step, training.items_per_step),
         "skipped_steps": training.health.skipped,
         "restarts": restarts,
-        "fingerprint": fingerprint(training.contract),
+        "fingerprint": training.fingerprint,
         "parallel": training.parallel,
     }

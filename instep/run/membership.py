@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.checkpoint.manifest import differences
+from instep.checkpoint.contract import changes
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.errors import ContractBroken, Desync, InstepError, PeerLost, clear_tracebacks
@@ -155,7 +155,9 @@ def require_contract(contract: dict[str, Any], own: int, number: int, path: Path
     lines: list[str] = []
     with suppress(OSError, ValueError):  # for words alone
         run = starts(path)[-1:]
-        lines = differences(run[0]["numerical"], contract, ("in the run", "now")) if run else []
+        if run:
+            refused, warned, _ = changes(run[0]["numerical"], contract, ("in the run", "now"))
+            lines = [*refused, *warned]
     why = (
         f"its numerical configuration differs from the run's; restore these: {'; '.join(lines)}"
         if lines

@@ -21,15 +21,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.checkpoint import files
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
+from instep.checkpoint.contract import Changes, changes
 from instep.checkpoint.load import newest, restore, restore_found
-from instep.checkpoint.manifest import Json, Manifest, differences, parse_json
+from instep.checkpoint.manifest import Json, Manifest, parse_json
 from instep.checkpoint.send import DESCRIPTION_BYTES, send_shards
 from instep.checkpoint.state import merged
 from instep.elastic.heartbeat import Heartbeat
@@ -424,31 +424,33 @@ class Checkpoints:
         found = newest(self.path / CHECKPOINTS, training.state.group)
         if found is None:
             return None
-        accepted = require_fit(found.manifest, training, self.path)
+        found_changes = require_fit(found.manifest, training, self.path)
         training.rank_state.restoring()
-        if accepted:  # what is now, an optimizer's options too
-            options = {**found.manifest.extra["optimizer"], "groups": training.state.options()["groups"]}
-            extra = {**found.manifest.extra, "optimizer": options}
-            found = replace(found, manifest=replace(found.manifest, extra=extra))
         restore_found(found, training.state)
         training.rank_state.restored(found.manifest.step, None)
         training.carry_on(found.manifest.extra)
         notes = [f"passed over {reason}" for _, reason in found.rejected]
         notes.append(f"resumed from {found.path}, step {found.manifest.step}")
-        return str(found.path), {"notes": notes, "accepted": accepted}
+        notes += [f"note: {line}" for line in _first(found_changes.noted)]
+        return str(found.path), {"notes": notes, "accepted": [*found_changes.warned, *found_changes.noted]}
 
 
-def require_fit(manifest: Manifest, training: ScriptTraining, path: Path) -> list[str]:
+def require_fit(manifest: Manifest, training: ScriptTraining, path: Path) -> Changes:
     """Raise unless going on from this checkpoint gives the bits of one uninterrupted run, and leads on.
 
-    Returns what has changed, where the user has accepted a new contract.
+    Returns what has changed all the same: what is noted, and what the user has accepted.
     """
-    changed = differences(manifest.numerical, training.contract)
-    if changed and not training.config.accept_contract:
+    found = changes(manifest.numerical, training.contract, ("in the checkpoint", "now"))
+    if found.refused:
         raise ContractBroken(
-            f"{path} was begun with other settings, and going on with these would not give the bits of one "
-            f"uninterrupted run: use its own (they are in {path / CONFIG}), start a new run in another "
-            "--run-dir, or pass --accept-contract\n  " + "\n  ".join(_first(changed))
+            f"{path} was begun with other settings; restore these (they are in {path / CONFIG}), or begin a "
+            f'new run from its weights: instep.load("{path / CHECKPOINTS}", model=model) in another '
+            "--run-dir\n  " + "\n  ".join(_first(found.refused))
+        )
+    if found.warned and not training.config.accept_contract:
+        raise ContractBroken(
+            f"{path} was begun on another machine or with other software, where the bits may differ: restore "
+            "these, or pass --accept-contract\n  " + "\n  ".join(_first(found.warned))
         )
     stop, steps = training.config.stop_after, training.config.steps
     if stop and stop <= manifest.step < steps:
@@ -456,7 +458,7 @@ def require_fit(manifest: Manifest, training: ScriptTraining, path: Path) -> lis
             f"stop_after {stop}: the run is at step {manifest.step} of {steps} already: pass a later step, "
             "or 0 to go on to the end"
         )
-    return changed
+    return found
 
 
 def _first(lines: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from instep.checkpoint.contract import code_of_script
+from instep.checkpoint.contract import file_hash
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.launch.launch_environment import detect
 from instep.launch.rank_process import exit_now
@@ -146,10 +146,10 @@ def script_fields(path: Path | None) -> dict[str, Any]:
     """What of the code of a script the bits may depend on: its own, and that of modules from its folder."""
     if path is None:
         return {}
-    fields = {"script.code": code_of_script(path)}
+    fields = {"script.code": file_hash(path)}
     for name, file in sorted(_neighbours(path.parent.resolve())):
         if file != path:
-            fields[f"script.code.{name}"] = code_of_script(file)
+            fields[f"script.code.{name}"] = file_hash(file)
     return fields
 
 

@@ -84,7 +84,7 @@ class Run:
             is told to. By default all of ``config``, and without that the script's arguments. ``seed`` and
             the number of steps are part of it anyway.
         resume: resume the run in ``run_dir``; a launcher's restart does so without being told.
-        accept_contract: resume although script, arguments, libraries or processor have changed.
+        accept_contract: resume although libraries or processor have changed, and the bits may differ.
 
     Attributes:
         mesh: of the present generation; inside of ``steps`` it has this process's rank.

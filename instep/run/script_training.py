@@ -348,9 +348,10 @@ class ScriptTraining:
         optimizers = self.registered.optimizers
         for name, optimizer in optimizers.items():
             divided = offered(optimizer)
-            found = contract.optimizer_fields(optimizer if divided is None else divided.locals[0])
             prefix = "optimizer." if len(optimizers) == 1 else f"optimizer.{name}."
-            fields |= {prefix + key.removeprefix("optimizer."): value for key, value in found.items()}
+            local = optimizer if divided is None else divided.locals[0]
+            found = contract.optimizer_fields(optimizer, local)
+            fields |= {prefix + key: value for key, value in found.items()}
         return contract.describe(
             config=fields, threads=torch.get_num_threads(), device=str(self._device), module=self.module
         )
@@ -365,20 +366,25 @@ class ScriptTraining:
             if isinstance(x, Wrapped) and x.nodes != plain
         }
 
-    def _data_fields(self) -> dict[str, str]:
-        """The hash of each loader's samples, where its data set knows it."""
+    def _data_fields(self) -> dict[str, Any]:
+        """Of each loader."""
         loaders = self.registered.loaders
         prefix = dict.fromkeys(loaders, "data.") if len(loaders) == 1 else {x: f"data.{x}." for x in loaders}
-        found = {
-            prefix[name] + "sha256": getattr(getattr(loader, "dataset", None), "sha256", None)
+        return {
+            prefix[name] + key: value
             for name, loader in loaders.items()
+            for key, value in contract.loader_fields(loader).items()
         }
-        return {name: value for name, value in found.items() if isinstance(value, str)}
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of what in the ``contract`` has to be the same for the same bits."""
+        return fingerprint(contract.binding(self.contract))
 
     @property
     def contract_number(self) -> int:
         """Above 0, and another one for another ``contract``, or for another ``canary``."""
-        known = f"{fingerprint(self.contract)} {self.canary}"
+        known = f"{self.fingerprint} {self.canary}"
         return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
 
     @cached_property

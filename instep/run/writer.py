@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from instep.checkpoint.manifest import fingerprint
 from instep.launch.launch_environment import detect
 from instep.net.device import default_backend
 from instep.net.process_group import Group
@@ -78,7 +77,7 @@ class RunWriter:
                 training.steps_done,
                 layout(training),
                 restarts=restarts,
-                fingerprint=fingerprint(training.contract),
+                fingerprint=training.fingerprint,
                 numerical=training.contract,
                 canary=training.canary,
                 state=training.state_digests(),

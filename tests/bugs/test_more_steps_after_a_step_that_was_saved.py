@@ -32,7 +32,7 @@ def test_more_steps_that_were_accepted_are_made_from_the_checkpoint_that_is_ther
     assert run_on(tmp_path, 4) == [0, 1, 2, 3]
     saved = tmp_path / CHECKPOINTS / "step-00000004"
     before = saved.stat().st_ino, saved.stat().st_mtime_ns
-    assert run_on(tmp_path, 6, resume=True, accept_contract=True) == [4, 5]
+    assert run_on(tmp_path, 6, resume=True) == [4, 5]
     assert (saved.stat().st_ino, saved.stat().st_mtime_ns) == before
 
 
@@ -40,6 +40,6 @@ def test_so_they_are_if_the_first_of_them_failed(tmp_path: Path) -> None:
     run_on(tmp_path, 4)
     for _ in range(2):
         with pytest.raises(KeyError):
-            run_on(tmp_path, 6, fails_at=4, resume=True, accept_contract=True)
+            run_on(tmp_path, 6, fails_at=4, resume=True)
     assert (tmp_path / RECORD).read_text().count('"contract accepted"') == 2
-    assert run_on(tmp_path, 6, resume=True, accept_contract=True) == [4, 5]
+    assert run_on(tmp_path, 6, resume=True) == [4, 5]

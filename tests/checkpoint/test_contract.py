@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from instep.checkpoint.contract import describe, require_same
+from instep.checkpoint.contract import binding, changes, describe, optimizer_fields, require_same
 from instep.checkpoint.manifest import canonical, differences, fingerprint, parse_json
 from instep.errors import ContractBroken
 from instep.mesh.mesh import Mesh
@@ -119,16 +119,40 @@ class Doubled(nn.Sequential):
 def test_a_module_that_is_divided_is_described_as_the_whole_one(mesh: Mesh, stage: int) -> None:
     whole, divided = (Doubled(nn.Linear(3, 4)) for _ in range(2))
     expected = describe(config={}, threads=1, device="cpu", module=whole)
-    assert "model.code.Doubled" in expected
+    assert f"model.code.{__name__}" in expected
     fully_shard(divided, mesh, stage)
     assert describe(config={}, threads=1, device="cpu", module=divided) == expected
 
 
-def test_another_implementation_of_an_optimizer_is_refused_by_name() -> None:
-    x = nn.Parameter(torch.ones(3))
-    loop, fused = (torch.optim.AdamW([x], lr=1.0, fused=on, foreach=False) for on in (False, True))
-    fields = [describe(config={}, threads=1, device="cpu", optimizer=o) for o in (loop, fused)]
-    assert differences(*fields) == ["optimizer.fused: false in the checkpoint, true now"]
+def fields_of(**options: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], foreach=False, **options)
+    return optimizer_fields(optimizer, optimizer)
+
+
+def test_options_and_another_implementation_of_an_optimizer_are_named() -> None:
+    before = fields_of(lr=1.0, fused=False)
+    assert before["kind"] == "torch.optim.adamw.AdamW" and before["groups.0.betas"] == "(0.9, 0.999)"
+    assert differences(before, fields_of(lr=torch.tensor(0.5), fused=True)) == [
+        "fused: false in the checkpoint, true now",
+        "groups.0.lr: 1.0 in the checkpoint, 0.5 now",
+    ]
+
+
+SEVERITIES = {
+    "refused": ["seed", "optimizer.groups.0.lr", "data.batch_size", "model.layer.0", "default_dtype"],
+    "warned": ["torch", "cpu.kind", "threads", "environment.MKL_CBWR", "libraries.mkl"],
+    "noted": ["steps", "script.code", "model.code.train", "optimizer.critic.code"],
+}
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_a_change_is_refused_warned_of_or_noted(severity: str) -> None:
+    names = SEVERITIES[severity]
+    found = changes(dict.fromkeys(names, 1), dict.fromkeys(names, 2), ("then", "now"))
+    assert {name: len(getattr(found, name)) for name in SEVERITIES} == {
+        name: len(names) if name == severity else 0 for name in SEVERITIES
+    }
+    assert binding(dict.fromkeys(names, 1)) == ({} if severity == "noted" else dict.fromkeys(names, 1))
 
 
 @world(3)

@@ -78,21 +78,26 @@ def test_another_contract_is_refused_by_name(
     saved(config, tmp_path, 2)
     other = alone(change(config)).training
     before = other.state_sha256()
-    with pytest.raises(ContractBroken, match="pass --accept-contract") as refused:
+    with pytest.raises(ContractBroken, match="was begun with other settings; restore these") as refused:
         Checkpoints(tmp_path, 60).restore(other)
     assert f"  {line}" in str(refused.value).splitlines()
     assert other.state_sha256() == before
 
 
-def test_a_new_contract_can_be_accepted_and_is_told(config, tmp_path):
+def test_another_machine_can_be_accepted_and_changed_code_is_noted(config, tmp_path):
     old = saved(config, tmp_path, 2).training
-    micro = replace(config.batch, micro_size=4)
-    new = alone(replace(config, batch=micro, accept_contract=True)).training
+    changed = {"libc": "another", "script.code": "another", "steps": 1000}
+    new = alone(config).training
+    new.contract.update(changed)
+    with pytest.raises(ContractBroken, match=r"(?s)where the bits may differ.*--accept-contract.*  libc: "):
+        Checkpoints(tmp_path, 60).restore(new)
+    new = alone(replace(config, accept_contract=True)).training
+    new.contract.update(changed)
     found = Checkpoints(tmp_path, 60).restore(new)
-    assert found is not None
-    source, told = found
-    assert source.endswith("step-00000002")
-    assert "batch.micro_size: 2 in the checkpoint, 4 now" in told["accepted"]
+    assert found is not None and found[0].endswith("step-00000002")
+    accepted = [line.partition(":")[0] for line in found[1]["accepted"]]
+    assert accepted == ["libc", "script.code has changed", "steps"]
+    assert "note: script.code has changed" in found[1]["notes"]
     assert new.state_sha256() == old.state_sha256()
 
 
@@ -108,15 +113,6 @@ def test_a_forged_learning_rate_is_not_used(config, tmp_path):
     for each in (whole, other):
         each.step()
     assert other.training.state_sha256() == whole.training.state_sha256()
-
-
-def test_accepted_options_of_the_optimizer_are_those_of_now(config, tmp_path):
-    saved(config, tmp_path, 2)
-    other = replace(config, optim=replace(config.optim, betas=(0.5, 0.9)), accept_contract=True)
-    new = alone(other)
-    assert Checkpoints(tmp_path, 60).restore(new.training) is not None
-    assert {group["betas"] for group in new.optimizer.param_groups} == {(0.5, 0.9)}
-    assert new.training.steps_done == 2
 
 
 def test_until_a_step_is_made_the_beginning_is_what_was_built(config, tmp_path):

@@ -51,12 +51,6 @@ def test_code_and_modules_beside_are_in_the_contract(script: Path) -> None:
     assert {name for name in before if code[name] != beside[name]} == {"script.code"}
 
 
-def test_comments_and_docstrings_are_not(script: Path) -> None:
-    before = fields_of(script)
-    script.write_text('"""What it does."""\n\n# why\n' + script.read_text().replace(", value", ",  value"))
-    assert fields_of(script) == before
-
-
 def test_modules_from_elsewhere_are_not(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fields_of(script)
     environment = script.parent / "env" / "lib" / "site-packages" / "theirs.py"
