@@ -123,7 +123,7 @@ PURE = (
 BUDGET = {
     "": 955,
     "bench": 6180,
-    "checkpoint": 4115,
+    "checkpoint": 4105,
     "cli": 945,
     "comm": 995,
     "data": 1145,
@@ -140,7 +140,7 @@ BUDGET = {
     "reduce": 2790,
     "replicate": 1705,
     "rng": 410,
-    "run": 5075,
+    "run": 5080,
     "shard": 4975,
     "shm": 2040,
     "state": 1715,
