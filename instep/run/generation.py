@@ -96,6 +96,7 @@ class AfterSteps:
             self.aside.keep(step_s)
         if self._is_first:
             self.aside.first_step()
+            self.training.compare_objects()
             self._is_first = False
 
     def follow_up(self) -> Ending | None:

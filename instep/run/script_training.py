@@ -25,6 +25,7 @@ from instep.elastic.heartbeat import Heartbeat
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.events import COMPARISON
 from instep.mesh.mesh import Mesh
+from instep.net.agree import require_same_lines
 from instep.net.process_group import Group
 from instep.record.step_lines import Made
 from instep.replicate.gradient_hashes import GradientHashes
@@ -281,6 +282,23 @@ class ScriptTraining:
         self.heartbeat.enter("gather")
         with self.mesh.recorder.span(COMPARISON, lane="host"):
             compare_replicas(self.state.hashed(), self.steps_done, self.group)
+            self.compare_objects()
+
+    def compare_objects(self) -> None:
+        """Raise ``ContractBroken`` unless a registered object has the same state on all ranks: it is saved
+        once, and a rank that is replaced would have another's. Collective."""
+        bodies = self.registered.objects_to_json()
+        lines = [
+            f"the registered object {name!r} has state {fingerprint({'state': body})[:8]}"
+            for name, body in bodies.items()
+        ]
+        require_same_lines(
+            self.group,
+            "the state of registered objects",
+            lines,
+            fix=": give it the same state on every rank, as instep.Loader has it, or do not register it",
+            error=ContractBroken,
+        )
 
     # The state, for those who write it and compare it.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import instep
 from instep.checkpoint.registered import Registered
 from instep.elastic.heartbeat import Heartbeat
-from instep.errors import CheckpointRejected
+from instep.errors import CheckpointRejected, ContractBroken
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
@@ -105,6 +105,37 @@ def test_ranks_that_would_fill_it_otherwise_are_told(mesh: Mesh) -> None:
     training.join(mesh, wrappers=True)
     with pytest.raises(ValueError, match=r"the ranks differ in the first values .* the same seed on all"):
         training.begin()
+    training.leave()
+
+
+class Reader:
+    """Where a rank stands in data of its own."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+@world(2)
+def test_an_object_whose_state_is_each_rank_s_own_is_refused(mesh: Mesh, apart: int) -> None:
+    """Only rank 0's was saved, and a rank that took a lost one's place went on with that."""
+    model = instep.DataParallel(nn.Linear(2, 2), unranked())
+    training = training_of(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), reader=Reader(apart * mesh.rank)
+    )
+    training.join(mesh, wrappers=True)
+    training.begin()
+    if apart:
+        with pytest.raises(ContractBroken, match=r"registered object 'reader' has state .* on every rank"):
+            training.compare_replicas()
+    else:
+        training.compare_replicas()
     training.leave()
 
 
