@@ -140,7 +140,7 @@ BUDGET = {
     "reduce": 2790,
     "replicate": 1705,
     "rng": 410,
-    "run": 5080,
+    "run": 5100,
     "shard": 4975,
     "shm": 2040,
     "state": 1715,
