@@ -177,6 +177,7 @@ class ScriptTraining:
         group = self.mesh.world.group
         if self._is_supervised:
             self._require_built()
+        self.compare_objects()
         if self._built is not None:
             self._require_same_build()
             self.registered.fill()
