@@ -141,7 +141,7 @@ BUDGET = {
     "replicate": 1705,
     "rng": 410,
     "run": 5100,
-    "shard": 4975,
+    "shard": 4985,
     "shm": 2040,
     "state": 1715,
     "step": 2705,

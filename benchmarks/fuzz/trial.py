@@ -41,6 +41,7 @@ from benchmarks.fuzz.programs import (
 )
 from instep.mesh.mesh import Mesh
 from instep.rng.keys import LeafKeys
+from instep.shard.gather import USED_OUTSIDE
 from instep.shard.shard_groups import shard_group_of
 from instep.state.alignment import align
 from instep.step.micro_batches import MicroBatch
@@ -328,7 +329,8 @@ def judged(error: BaseException) -> Outcome:
     where = f"{Path(last.filename).name}:{last.lineno} {last.name}"
     # An operator of torch has no frame: what it raises seems to come from the line that calls it.
     on_purpose = innermost.filename.startswith(OURS) and (innermost.line or "").startswith("raise ")
-    in_words = isinstance(error, IN_WORDS) and on_purpose
+    is_noted = USED_OUTSIDE in getattr(error, "__notes__", ())
+    in_words = (isinstance(error, IN_WORDS) and on_purpose) or is_noted
     return Outcome(REFUSED if in_words else CRASH, f"{type(error).__name__}: {error}"[:1000], where)
 
 

@@ -18,6 +18,7 @@ Which unit is next is known from the last time: the recorded order of forward, a
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,11 @@ SAME_ORDER = (
     "all ranks of a shard group must run the same units in the same order, also in an evaluation: let "
     "every rank call the module equally often, and make what runs under a condition a part of one unit "
     "(units=[...])"
+)
+OF_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
+USED_OUTSIDE = (
+    "if this module uses a weight of another one: there it is this rank's shard, of another shape. Make both "
+    "one unit, fully_shard(..., units=[...]), or have neither in a unit, so that both are the root's"
 )
 _functorch: Any = torch._C._functorch
 VMAP = _functorch.TransformType.Vmap
@@ -257,7 +263,9 @@ class UnitHooks:
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         """The forward of ``m`` has ended, or was left by an exception."""
-        if output is None and m is self.module and sys.exc_info()[1] is not None:
+        if output is None and m is self.module and (error := sys.exc_info()[1]) is not None:
+            if isinstance(error, RuntimeError) and OF_SHAPES.search(str(error)):
+                error.add_note(USED_OUTSIDE)
             self._gathers.leave()
             for order in self._next:  # of a forward that failed, which another rank may have run otherwise
                 order.clear()

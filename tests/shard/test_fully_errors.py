@@ -200,3 +200,25 @@ def test_a_module_keeps_a_verify_of_its_own(stage: int) -> None:
         assert model.sharding.verify(x, lambda model, x: model(x).square().mean()).ok
         model.close()
         assert type(module) is kind
+
+
+class Borrows(nn.Module):
+    """Its second part multiplies with the weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) @ self.first.weight)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_a_weight_in_the_forward_of_another_module_is_told_as_a_shard(mesh: Mesh, stage: int) -> None:
+    model = Borrows()
+    fully_shard(model, mesh, stage=stage, units=[model.first, model.second])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(torch.ones(3, 8))
+    assert "it is this rank's shard, of another shape. Make both one unit" in raised.value.__notes__[0]
+    model.close()
