@@ -207,7 +207,7 @@ class Borrows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x) @ self.first.weight)
@@ -219,6 +219,6 @@ def test_a_weight_in_the_forward_of_another_module_is_told_as_a_shard(mesh: Mesh
     model = Borrows()
     fully_shard(model, mesh, stage=stage, units=[model.first, model.second])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
-        model(torch.ones(3, 8))
+        model(torch.ones(3, 128))
     assert "it is this rank's shard, of another shape. Make both one unit" in raised.value.__notes__[0]
     model.close()
