@@ -138,7 +138,7 @@ BUDGET = {
     "recipes": 880,
     "record": 1850,
     "reduce": 2790,
-    "replicate": 1705,
+    "replicate": 1715,
     "rng": 410,
     "run": 5100,
     "shard": 4985,

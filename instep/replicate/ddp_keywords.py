@@ -1,4 +1,4 @@
-"""Keywords of torch's ``DistributedDataParallel`` that have no meaning here, and what to do instead."""
+"""Keywords and methods of torch's ``DistributedDataParallel`` that have no meaning here, and what to do instead."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ REFUSED = {
     "delay_all_reduce_named_params": "wrap these parameters in a DataParallel of their own",
     "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
     "mixed_precision": "use torch.autocast in the training loop: gradients are reduced in float32",
+}
+METHODS = {
+    "join": "ranks need not have as many batches: declare steps, for micro_batch in model.micro_batches(G)",
+    "_set_static_graph": "pass static_graph=True",
+    "_get_ddp_logging_data": "a run records its steps, and instep.trace(model) those of any loop",
 }
 
 

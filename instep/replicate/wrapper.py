@@ -15,7 +15,7 @@ from instep.net.clocks import measure
 from instep.reduce.buckets import Caps
 from instep.reduce.node_format import NodeFormat
 from instep.replicate.comm_hook import CommHook, Hook
-from instep.replicate.ddp_keywords import require_group, require_supported_keywords
+from instep.replicate.ddp_keywords import METHODS, require_group, require_supported_keywords
 from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
@@ -399,6 +399,11 @@ class DataParallel(WrappedOnce, ModuleProxy):
             >>> model.close()
         """
         self._session.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            raise AttributeError(f"DataParallel has no {name}(), as torch's wrapper has: {METHODS[name]}")
+        return super().__getattr__(name)
 
     def __instep_state__(self) -> Wrapped:
         reducer = self._reducer

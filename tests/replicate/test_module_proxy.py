@@ -202,3 +202,12 @@ def test_state_dicts_of_torch_s_distributed_checkpoint_come_back(
     assert all(map(torch.equal, again[0].parameters(), model.parameters()))
     model.close()
     again[0].close()
+
+
+@pytest.mark.parametrize("name", ["join", "_set_static_graph", "_get_ddp_logging_data"])
+def test_methods_of_torch_s_wrapper_alone_say_what_to_do(name: str) -> None:
+    model = DataParallel(nn.Linear(2, 2))
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=rf"has no {name}\(\), as torch's wrapper has: \w+"):
+        getattr(model, name)
+    model.close()
