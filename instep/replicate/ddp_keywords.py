@@ -1,4 +1,4 @@
-"""Keywords and methods of torch's ``DistributedDataParallel`` that have no meaning here, and what to do instead."""
+"""Keywords and methods of torch's ``DistributedDataParallel`` that are not here, and what to do instead."""
 
 from __future__ import annotations
 
