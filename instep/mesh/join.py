@@ -270,12 +270,17 @@ def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
     try:
         return StoreClient(started.rank).call(make, backend_timeout(timeout_s).total_seconds())
     except (dist.DistNetworkError, TimeoutError) as error:
+        if is_master and "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"rank 0 cannot listen at {host}: port {port} is in use by another process; set MASTER_PORT "
+                "to a free port, the same for all ranks"
+            ) from None
         if is_master:
-            raise  # its port is taken, say
+            raise
         raise PeerLost(
             f"rank {started.rank} of {started.world_size} does not reach the store of {holder} at "
-            f"{started.master_addr} port {port}: look whether {holder} runs there and whether the network "
-            f"lets this host through, or raise timeout_s ({timeout_s:g} s). Cause: {words_of(error)}",
+            f"{started.master_addr} port {port}: look whether {holder} runs there and not another program, "
+            f"and whether the network lets this host through, or raise timeout_s ({timeout_s:g} s). Cause: {words_of(error)}",
             ranks=() if holder == "torchrun" else (0,),
             operation="joining the world",
         ) from None

@@ -14,6 +14,7 @@ import pytest
 
 import instep
 from instep.launch.launch import launch
+from instep.launch.launch_environment import LaunchEnvironment
 from instep.mesh import join
 from instep.net.process_group import default_store
 
@@ -97,6 +98,14 @@ def test_a_port_that_is_taken_is_left_to_torch_which_may_know_who_has_it() -> No
     with closing(join._listen("127.0.0.1", 0, one_host=True)) as taken, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert join._listen("127.0.0.1", taken.getsockname()[1], one_host=True) is None
+
+
+def test_a_port_of_another_process_is_named_with_what_to_set() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        world = LaunchEnvironment(0, 2, 0, 2, source="env", master_addr="127.0.0.1", master_port=port)
+        with pytest.raises(ValueError, match=f"rank 0 cannot .* 127.0.0.1: port {port} .* set MASTER_PORT"):
+            join._reach_store(world, 5.0)
 
 
 def test_a_host_that_cannot_be_looked_up_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
