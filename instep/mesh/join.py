@@ -280,7 +280,8 @@ def _reach_store(started: LaunchEnvironment, timeout_s: float) -> Store:
         raise PeerLost(
             f"rank {started.rank} of {started.world_size} does not reach the store of {holder} at "
             f"{started.master_addr} port {port}: look whether {holder} runs there and not another program, "
-            f"and whether the network lets this host through, or raise timeout_s ({timeout_s:g} s). Cause: {words_of(error)}",
+            f"and whether the network lets this host through, or raise timeout_s ({timeout_s:g} s). "
+            f"Cause: {words_of(error)}",
             ranks=() if holder == "torchrun" else (0,),
             operation="joining the world",
         ) from None

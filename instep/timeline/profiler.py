@@ -65,6 +65,8 @@ COLLECTIVE_KERNEL = re.compile(r"nccl.*Kernel")  # RCCL's are called the same
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$|instep:exchange ")
 # What ``instep.net.lane`` tells of its threads: work is handed over on one thread, and executed on another.
 HANDED_OVER, EXECUTED = "instep:hand over ", "instep:exchange "
+# torch (2.13) writes a quotation mark in a name as it is.
+NAME, QUOTE = re.compile(rb'(?m)^(\s*"name": ")((?!.*": ).*".*)(",)$'), re.compile(rb'(?<!\\)"')
 TO_DEVICE = "Memcpy HtoD"
 FIX = (
     "Profile with torch.profiler.profile(..., experimental_config="
@@ -394,12 +396,16 @@ def _load(path: Path, what: str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise ValueError(f"{what} holds more than {MAX_BYTES} bytes of JSON: profile fewer steps")
     try:
-        trace = json.loads(data)
+        trace = json.loads(NAME.sub(_escape_quotes, data))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is damaged or cut off: it is not JSON ({error})") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f'{what} is no profile: expected an object with a list "traceEvents"')
     return trace
+
+
+def _escape_quotes(name: re.Match[bytes]) -> bytes:
+    return name[1] + QUOTE.sub(rb'\\"', name[2]) + name[3]
 
 
 def _records(trace: Mapping[str, Any], what: str) -> Iterator[ProfileRecord]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep.events import Event, Timeline
@@ -278,6 +278,13 @@ def test_a_profile_that_was_exported_before_is_asked_for_as_a_file(real, tmp_pat
 def test_a_profile_that_has_not_begun_cannot_be_read():
     with pytest.raises(ValueError, match="cannot be exported"):
         read_profile(profile(activities=[ProfilerActivity.CPU]))
+
+
+def test_a_name_may_have_quotation_marks() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function('layer "head"'):
+        torch.ones(1) + 1
+    timeline, _ = read_profile(profiled)
+    assert timeline.events
 
 
 GOOD = told("kernel", "gemm", 0, 10)
