@@ -123,7 +123,7 @@ PURE = (
 BUDGET = {
     "": 955,
     "bench": 6180,
-    "checkpoint": 4105,
+    "checkpoint": 4140,
     "cli": 945,
     "comm": 995,
     "data": 1145,
@@ -133,7 +133,7 @@ BUDGET = {
     "models": 300,
     "native": 250,
     "net": 2870,
-    "pipeline": 4170,
+    "pipeline": 4200,
     "plan": 95,
     "recipes": 880,
     "record": 1850,

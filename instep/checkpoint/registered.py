@@ -34,6 +34,7 @@ from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group, alone
+from instep.reduce.owners import owner_of
 from instep.state.hash import tensor_digest
 from instep.state.homes import (
     JoinedOptimizers,
@@ -75,7 +76,7 @@ class Registered:
         for name, x in objects.items():
             _require_name(name)
             if known.setdefault(id(x), name) != name:
-                raise ValueError(f"{known[id(x)]!r} and {name!r} are one object: register it once")
+                raise ValueError(f"{known[id(x)]!r} and {name!r} are one object: name it once")
             if isinstance(x, Optimizer):
                 self.optimizers[name] = x
             elif isinstance(x, nn.Module) or isinstance(offered(x), Wrapped):
@@ -225,6 +226,24 @@ class Registered:
                         f"the parameter {names[id(p)]!r} is in two optimizers, {owners[id(p)]!r} and "
                         f"{name!r}: leave it out of one"
                     )
+
+    def require_wrappers(self) -> None:
+        """What trains is the wrapper, not its module: the wrapper counts the declared steps.
+
+        Raises:
+            ValueError: a module is given, with an optimizer, that a wrapper trains which is not given.
+        """
+        modules = self.modules()
+        wrappers = [modules[name] for name, x in self.models.items() if isinstance(offered(x), Wrapped)]
+        known = {id(p) for module in wrappers for p in module.parameters()}
+        for name, module in modules.items() if self.optimizers else ():
+            owners = [owner_of(p) for p in module.parameters() if id(p) not in known]
+            if any(x is not None and x.reduces for x in owners):
+                raise ValueError(
+                    f"{name!r} is not the wrapper that trains it, which counts the steps that key random "
+                    f"numbers: pass {name}=model, as DataParallel returned it, or the module given to "
+                    "fully_shard"
+                )
 
     def _require_one_group(self, group: Group | None) -> None:
         """All ranks train all models, and what is divided is divided among the same ranks."""
@@ -417,8 +436,8 @@ class RegisteredState(TrainingState):
         _require_names("objects", bodies, self._registered.others)
         if self.optimizer is None and said.get("class", NO_OPTIMIZER) != NO_OPTIMIZER:
             raise CheckpointRejected(
-                f"expected a state without an optimizer, got one with {repr(said['class'])[:80]}: register "
-                "that too"
+                f"the saved state has an optimizer ({str(said['class'])[:80]}), and none is given: pass "
+                "optimizer=..., or models alone, to use them"
             )
         try:
             require_json("the state of registered objects", bodies)  # which bounds its depth
@@ -454,11 +473,13 @@ def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
     if isinstance(saved, dict) and set(saved) == set(now):
         return
     names = sorted(saved) if isinstance(saved, dict) else []
-    missing = ", ".join(repr(name[:80]) for name in names if name not in now) or "none"
-    more = ", ".join(repr(name) for name in now if name not in names) or "none"
+    missing = ", ".join(repr(name[:80]) for name in names if name not in now)
+    more = ", ".join(repr(name) for name in now if name not in names)
+    said = [f"it has {missing}, which is not given"] * bool(missing)
+    said += [f"{more} is given, which it does not have"] * bool(more)
     raise CheckpointRejected(
-        f"expected the {what} of the saved state: only that has {missing}, only this one has {more}: name "
-        "the same ones in the same way, or load models alone, to use them"
+        f"the {what} of the saved state are other ones: {'; '.join(said)}: give the same ones by the same "
+        "names, or models alone, to use them"
     )
 
 

@@ -134,7 +134,8 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
     Raises:
         CheckpointRejected: on all ranks; they have found different checkpoints, none verifies, it is of
             other objects, and nothing is changed; or these change what they are given.
-        ValueError: as for ``save``, or a declared step is open.
+        ValueError: as for ``save``, or a declared step is open; or a module is given, with an optimizer,
+            that a wrapper trains.
         PeerLost: a rank did not come.
 
     Example:
@@ -145,6 +146,7 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
         ...     path = instep.save("checkpoints", step=step + 1, model=model, optimizer=optimizer)
     """
     registered = _registered(objects)
+    registered.require_wrappers()
     state = registered.state()
     state.is_for_use = not (registered.optimizers or registered.others)
     require_between_steps(list(state.module.parameters()), "instep.load")
@@ -152,6 +154,12 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
     everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
     found, source, doubts = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))
     if found is None:
+        if state.is_for_use and everyone.rank == 0:
+            warnings.warn(
+                f"no checkpoint in {directory}: the models keep the values that they have (those of a run "
+                "are in its checkpoints/)",
+                stacklevel=2,
+            )
         return Resumed()
     restore_found(found, state, everyone, source)
     _, hashed = all_tell(
@@ -174,7 +182,10 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
 
 def _registered(objects: Mapping[str, Any]) -> Registered:
     if not any(isinstance(x, nn.Module) or hasattr(type(x), "__instep_state__") for x in objects.values()):
-        raise ValueError("no model to save or load: pass objects by name, model=model, optimizer=optimizer")
+        given = ", ".join(f"{name}={type(x).__name__}" for name, x in objects.items()) or "nothing"
+        raise ValueError(
+            f"no model to save or load in {given}: pass objects by name, model=model, optimizer=optimizer"
+        )
     return Registered({name: x for name, x in objects.items() if x is not None})
 
 

@@ -90,7 +90,7 @@ def _history(run: RecordedRun) -> str:
         parts.append(
             f"{'continued' if number else 'started'} at step {line['step']} on {placement_text(line)}"
         )
-    parts += [f"accepted another contract at step {line['step']}{_changed(line)}" for line in run.accepted]
+    parts += [f"the contract changed at step {line['step']}{_changed(line)}" for line in run.accepted]
     parts += [
         f"step {step} skipped: {line.skipped}" for step, line in sorted(run.steps.items()) if line.skipped
     ]

@@ -177,7 +177,7 @@ class Supervisor:
         for number, fault in enumerate(self.options.faults):
             happens_once = fault.kind != "nan" and fault.steps == 1
             if happens_once and not self.page.fired(number):
-                self.options.say(f"--fault {fault} not triggered: its step or phase was never reached")
+                self.options.say(f"--fault {fault} not triggered: its rank, step or phase was never reached")
 
     def _receive(self, worker: Worker, message: Message) -> None:
         match message["say"]:

@@ -106,6 +106,13 @@ def leaves_under(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> l
     return [x for node in nodes if (x := _leaf(node)) is not None and id(x) not in given]
 
 
+def num_uses(outputs: Sequence[GradientEdge], leaf: Tensor) -> int:
+    """How many operations under ``outputs`` take ``leaf``."""
+    end = get_gradient_edge(leaf).node
+    nodes = _from_outputs([x.node for x in outputs])
+    return sum(other == end for node in nodes for other, _ in node.next_functions)
+
+
 def _leaf(node: Node) -> Tensor | None:
     """What the gradients that come to ``node`` accumulate in, if they do."""
     return node.variable if node.name() == ACCUMULATES else None  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.pipeline.layers import Layers, replaced
-from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under
+from instep.pipeline.split_backward import Later, gradients_at_once, input_gradients, leaves_under, num_uses
 from instep.pipeline.tied import TiedParameters
 from instep.replicate.reducer import Reducer
 from instep.state.alignment import align
@@ -144,7 +144,18 @@ class Stage:
         self._alive[micro_batch.index] = Alive(inputs, came, edges)
         if self.outside is None:
             self.outside = self._outside([x for x in edges if x is not None], inputs)
+            self._require_one_use([x for x in edges if x is not None])
         return outputs
+
+    def _require_one_use(self, outputs: Sequence[GradientEdge]) -> None:
+        for p, leaf in self.tied.shared(self.number):
+            if leaf.requires_grad and (times := num_uses(outputs, leaf)) > 1:
+                name = next((name for name, own in self.layers.named_parameters() if own is p), "of a copy")
+                raise ValueError(
+                    f"stage {self.number} uses parameter {name!r} {times} times, and a later stage uses it, "
+                    "too: their gradients would be added in another order than on one rank; cut the layers "
+                    "so that all its uses are in one stage (cuts=[...])"
+                )
 
     def _outside(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> list[nn.Parameter]:
         known = set(map(id, self.layers.parameters()))

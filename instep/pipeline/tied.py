@@ -4,7 +4,8 @@ Such a parameter belongs to the first of its stages, which alone reduces its gra
 Each other one computes with a copy, a leaf of its own also where the owner is on the same rank, which has the
 values as of the step's begin. Of every micro-batch the gradient of a copy is given to the first stage, which
 adds its own: within a micro-batch, as one rank would, so that the bits are those of one rank. That takes a
-message of the parameter's size per micro-batch, which is part of the schedule (``Schedule.ties``).
+message of the parameter's size per micro-batch, which is part of the schedule (``Schedule.ties``). Only the
+last of its stages may use it more than once: one rank adds the gradients use by use, not stage by stage.
 """
 
 from __future__ import annotations
@@ -70,6 +71,14 @@ class TiedParameters:
     def copied(self, stage: int) -> dict[int, nn.Parameter]:
         """The copies that ``stage`` computes with, by the identity of the parameter."""
         return {id(p): self.copies[i] for i, (p, (_, *users)) in enumerate(self.tied) if stage in users}
+
+    def shared(self, stage: int) -> list[tuple[Tensor, Tensor]]:
+        """Parameters that later stages use, too, each with the leaf that ``stage`` computes with."""
+        return [
+            (p, p if stage == stages[0] else self.copies[i])
+            for i, (p, stages) in enumerate(self.tied)
+            if stage in stages[:-1]
+        ]
 
     def refresh(self) -> None:
         """Copies have the parameters' values. Collective over the ranks that have one."""

@@ -212,7 +212,7 @@ def _cause(a: RecordedStep, b: RecordedStep, step: int, wholes: Sequence[int]) -
 
 def after(step: int) -> str:
     """The moment after ``step``, in words."""
-    return "before step 0" if step == INITIAL else f"after step {step}"
+    return "at the start" if step == INITIAL else f"after step {step}"
 
 
 def _unequal(a: Digests, b: Digests) -> list[str]:

@@ -104,7 +104,7 @@ def finished(steps: int, *, command: str = "instep train") -> str:
     """What to say where all ``steps`` were made before."""
     say = f"already finished: {steps} of {steps} steps; to train longer, "
     if command == "instep run":
-        return f"{say}raise the number in run.steps() and pass --accept-contract"
+        return f"{say}raise the number in run.steps()"
     return (
         f"{say}pass --steps {2 * steps} --accept-contract (which changes the schedule of the learning rate)"
     )

@@ -43,7 +43,7 @@ from instep.elastic.snapshot import (
 )
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.net.agree import all_or_none, on_first_rank
-from instep.record.directory import CHECKPOINTS, CONFIG
+from instep.record.directory import CHECKPOINTS
 from instep.run.rank_state import Holds
 from instep.state.shards import Shard, without_ties
 from instep.state.stored import (
@@ -443,8 +443,8 @@ def require_fit(manifest: Manifest, training: ScriptTraining, path: Path) -> Cha
     found = changes(manifest.numerical, training.contract, ("in the checkpoint", "now"))
     if found.refused:
         raise ContractBroken(
-            f"{path} was begun with other settings; restore these (they are in {path / CONFIG}), or begin a "
-            f'new run from its weights: instep.load("{path / CHECKPOINTS}", model=model) in another '
+            f"{path} was begun with other settings; restore these in the script or command, or begin "
+            f'a new run from its weights: instep.load("{path / CHECKPOINTS}", model=model) in another '
             "--run-dir\n  " + "\n  ".join(_first(found.refused))
         )
     if found.warned and not training.config.accept_contract:

@@ -154,6 +154,23 @@ def test_another_model_or_optimizer_is_rejected_and_nothing_changed(
     assert fresh is None or not fresh.state
 
 
+def test_models_alone_from_nowhere_are_left_with_a_warning(tmp_path: Path) -> None:
+    model, _ = made(0)
+    with pytest.warns(UserWarning, match="no checkpoint in .*: the models keep the values that they have"):
+        assert load(tmp_path, model=model).step == 0
+
+
+def test_what_a_wrapper_trains_is_given_as_the_wrapper(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    model = DataParallel(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    save(tmp_path, step=1, net=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="'net' is not the wrapper that trains it"):
+        load(tmp_path, net=net, optimizer=optimizer)
+    model.close()
+    assert load(tmp_path, net=net, optimizer=optimizer).step == 1
+
+
 def test_a_checkpoint_without_an_optimizer_cannot_restore_one(tmp_path: Path) -> None:
     model, optimizer = made(0)
     save(tmp_path, step=1, model=model)
@@ -175,7 +192,9 @@ def test_state_that_is_neither_tensor_nor_json_is_named(tmp_path: Path) -> None:
     optimizer.param_groups[0]["schedule"] = print
     with pytest.raises(ValueError, match=r"optimizer\.groups: .*print"):
         save(tmp_path, step=1, model=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="no model to save or load: pass objects by name, model=model"):
+    with pytest.raises(
+        ValueError, match=r"no model to save or load in .*: pass objects by name, model=model"
+    ):
         save(tmp_path, step=1, scheduler=object())
     assert os.listdir(tmp_path) == []
 
@@ -189,7 +208,7 @@ def test_all_objects_come_back_and_none_may_be_forgotten_but_models_alone_may_be
     other, fresh = made(1)
     again = StepLR(fresh, step_size=2)
     for objects in ({"optimizer": fresh}, {"optimizer": fresh, "schedule": again}, {"plan": again}):
-        with pytest.raises(CheckpointRejected, match=r"of the saved state|without an optimizer"):
+        with pytest.raises(CheckpointRejected, match=r"of the saved state|has an optimizer"):
             load(tmp_path, model=other, **objects)
     assert load(tmp_path, net=other).step == 3
     assert all_bits(other.state_dict()) == all_bits(model.state_dict()) and not fresh.state

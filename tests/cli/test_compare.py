@@ -136,7 +136,7 @@ def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
     with (runs[1] / RECORD).open("a") as file:
         file.write('{"step": 4, "cur')
     out = said(capsys, *runs, code=FAILED)
-    assert "continued at step 4 on dp=2, bucketed; accepted another contract at step 4 (" in out
+    assert "continued at step 4 on dp=2, bucketed; the contract changed at step 4 (" in out
     assert "at step 4 (threads: 1 in the checkpoint, 2 now)" in out
     assert f"   warning: {runs[1] / RECORD}, line 8: torn, and left out" in out
 

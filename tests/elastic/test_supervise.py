@@ -159,7 +159,7 @@ def test_a_fault_that_no_rank_has_come_to_is_told_of(scene: Scene) -> None:
     faults = ("kill:rank=7,step=1", "slow:rank=0,step=1,seconds=0.001", "nan:rank=0,step=1")
     assert scene.run(faults=faults) == 0
     missed = [line for line in scene.said if line.startswith("--fault ")]
-    assert missed == ["--fault kill:rank=7,step=1 not triggered: its step or phase was never reached"]
+    assert missed == ["--fault kill:rank=7,step=1 not triggered: its rank, step or phase was never reached"]
 
 
 def test_survivors_keep_their_ranks_and_a_newcomer_takes_the_empty_one(scene: Scene) -> None:

@@ -165,8 +165,7 @@ def test_a_run_does_not_go_on_under_other_settings(recipe, half_way, tmp_path):
     path = half_way()
     before = tree(path)
     ended = train(*recipe, "-n", 3, "--optim.lr", 0.5, "--run-dir", path, "--resume", cwd=tmp_path)
-    ended.assert_failed(FAILED, f"{path} was begun with other settings; restore these (they are in ")
-    assert str(path / CONFIG) in ended.errors[0]
+    ended.assert_failed(FAILED, f"{path} was begun with other settings; restore these in the script")
     assert "\n  optim.lr: 0.002 in the checkpoint, 0.5 now\n" in ended.err
     assert tree(path) == before
 

@@ -142,6 +142,27 @@ def test_three_stages_of_one_weight_have_the_bits_of_one_rank(backend: str) -> N
     compared()
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_shared_weight_that_a_stage_uses_twice_is_of_the_last_stage_or_refused(schedule: str) -> None:
+    def layers() -> list[nn.Module]:
+        weight = conv_weight()
+        return [Tied(weight), Tied(weight), Tied(weight)]
+
+    @world(2, pp=2, dp=1)
+    def compared(mesh: Mesh) -> None:
+        found = piped(mesh, layers(), schedule, cuts=[1])
+        if mesh.rank == 0:
+            assert torch.equal(found, of_one_rank(layers()))
+        model = instep.Pipeline(layers(), mesh, schedule, G, cuts=[2])
+        with pytest.raises((ValueError, RuntimeError)) as refused:
+            model.step(lambda output, _: output.sum(), lambda micro_batch: X[micro_batch.index])
+        if mesh.rank == 0:
+            assert "stage 0 uses parameter '0.weight' 2 times, and a later stage" in str(refused.value)
+        model.close()
+
+    compared()
+
+
 @world(2, pp=2, dp=1)
 def test_a_stage_that_does_not_use_a_shared_weight_adds_no_zero_to_its_gradient(mesh: Mesh) -> None:
     """-0.0 + 0.0 is 0.0."""

@@ -98,7 +98,7 @@ def test_an_update_that_goes_wrong_is_told_from_its_gradient(mesh: Mesh, tmp_pat
         assert (found.first.step, found.first.cause.part) == (1, UPDATING)
         assert found.first.parameters == ["exp_avg/2.weight"]
         assert not {"loss", "leaves", "reduced gradient", "gradient norm"} & set(found.first.fields)
-        assert "before step 0" in found.first.cause.what  # the state after step 0 is not known in whole
+        assert "at the start" in found.first.cause.what  # the state after step 0 is not known in whole
 
 
 @world(2)
@@ -207,7 +207,7 @@ def test_what_parted_unseen_is_not_put_down_to_the_step_that_shows_it(
     if found is not None:
         assert found.first is not None and found.first.cause is not None
         assert (found.first.step, found.first.cause.part) == (every - 1, UPDATING)
-        assert ("before step 0" in found.first.cause.what) == (every == 2)
+        assert ("at the start" in found.first.cause.what) == (every == 2)
 
 
 def test_a_run_s_own_troubles_are_told() -> None:
