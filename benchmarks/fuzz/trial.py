@@ -169,12 +169,10 @@ class Training:
 
     def load(self, folder: Path) -> int:
         """The step of the checkpoint in ``folder``."""
-        if self.form not in PLAIN:
-            return instep.load(folder, model=self.model, optimizer=self.optimizer).step
-        step = instep.load(folder, model=self.module, optimizer=self.optimizer).step
-        if self.form == "server":
-            self.model.model.next_step = step  # keys random numbers
-        return step
+        model = {"server": getattr(self.model, "model", None), "threads": self.module}.get(
+            self.form, self.model
+        )
+        return instep.load(folder, model=model, optimizer=self.optimizer).step
 
     def end(self) -> None:
         if isinstance(self.optimizer, instep.ShardedOptimizer):
