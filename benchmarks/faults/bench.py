@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.faults.acts import INSTEP, Inside, namespace
-from benchmarks.faults.command import ROOT, Ended, last_step, run, steps_of
+from benchmarks.faults.command import ROOT, Ended, last_step, run, steps_of, worlds_of
 from benchmarks.faults.judge import Found, judge
 from benchmarks.faults.matrix import RESUME, Row, Run
 from instep.recipes import text_config
@@ -120,7 +120,7 @@ class Bench:
         summary = _summary(place)
         steps = steps_of(path)
         problems = [end.notes["problem"] for end in ends if "problem" in end.notes]
-        worlds = tuple(world for world, _ in groupby(line["world_size"] for line in steps))
+        worlds = tuple(world for world, _ in groupby(worlds_of(path)))
         if row.worlds and worlds != row.worlds:
             problems.append(f"expected {row.worlds} ranks in turn, got {worlds}")
         return Found(

@@ -223,3 +223,12 @@ def _gone(path: Path, deadline: float) -> bool:
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of steps."""
     return [line for line in read_lines(run_dir / RECORD) if "cursor" in line]
+
+
+def worlds_of(run_dir: Path) -> Iterator[int]:
+    """How many ranks made each step, as the lines before it say where the run began or moved."""
+    world_size = 0
+    for line in read_lines(run_dir / RECORD):
+        world_size = line.get("world_size", world_size)
+        if "cursor" in line:
+            yield world_size
