@@ -122,7 +122,7 @@ PURE = (
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 955,
-    "bench": 6180,
+    "bench": 6190,
     "checkpoint": 4140,
     "cli": 945,
     "comm": 995,
@@ -145,7 +145,7 @@ BUDGET = {
     "shm": 2040,
     "state": 1715,
     "step": 2705,
-    "timeline": 4910,
+    "timeline": 4920,
     "verify": 745,
 }
 MAX_FILE_LINES = 800

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import instep
-from instep.bench.tables import markdown, write_between, write_json
+from instep.bench.tables import publish
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.models.config import GPTConfig
@@ -43,11 +43,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     rows = [attempt(kind, wanted.budget, wanted.ranks) for kind in KINDS]
-    print(markdown(rows))
-    about = {"ranks": wanted.ranks, "budget_mb": wanted.budget, "rows": rows}
-    write_json(wanted.out / "fits.json", about, command="python benchmarks/shard/fits.py")
-    if wanted.out == HERE:
-        write_between(HERE / "README.md", "fits table", markdown(rows))
+    publish(rows, "fits", wanted.out, HERE, {"ranks": wanted.ranks, "budget_mb": wanted.budget})
     return 0
 
 

@@ -34,7 +34,7 @@ from torch.optim import AdamW
 import instep
 import instep.shm  # which makes the backend known
 from instep.bench.memory_usage import memory_usage
-from instep.bench.tables import markdown, write_between, write_json
+from instep.bench.tables import publish
 from instep.bench.variants import SHARD_STAGES, ShardStage, full_model, sharded_model
 from instep.bench.worlds import World, on_ranks
 from instep.checkpoint.state import TrainingState
@@ -46,7 +46,6 @@ from instep.state.hash import SharedHash
 from instep.state.homes import homes
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/shard/memory.py"
 MODEL = GPTConfig(layers=14, width=768, heads=12, context=32)  # 99 M parameters
 STEPS, MOMENTS, FLOAT_BYTES = 3, 2, 4
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
@@ -65,11 +64,8 @@ def main() -> int:
     wanted.out.mkdir(parents=True, exist_ok=True)
     model = replace(MODEL, layers=wanted.layers)
     rows = [row for ranks in wanted.ranks for row in measure(model, ranks)]
-    print(markdown(rows))
-    about = {"model": asdict(model), "parameters": num_parameters(model), "rows": rows}
-    write_json(wanted.out / "memory.json", about, command=COMMAND)
-    if wanted.out == HERE:
-        write_between(HERE / "README.md", "memory table", markdown(rows))
+    about = {"model": asdict(model), "parameters": num_parameters(model)}
+    publish(rows, "memory", wanted.out, HERE, about)
     return 0
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Muon
 
 import instep
-from instep.bench.tables import markdown, paired_ratio, quantile, write_between, write_json
+from instep.bench.tables import paired_ratio, publish, quantile
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.models.config import GPTConfig
@@ -44,11 +44,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             launch(measure, (backend, wanted.rounds, f"{folder}/rows.json"), ranks=wanted.ranks)
             rows += json.loads(Path(folder, "rows.json").read_text())
-    print(markdown(rows))
-    about = {"ranks": wanted.ranks, "rounds": wanted.rounds, "rows": rows}
-    write_json(wanted.out / "muon.json", about, command="python benchmarks/shard/muon.py")
-    if wanted.out == HERE:
-        write_between(HERE / "README.md", "muon table", markdown(rows))
+    publish(rows, "muon", wanted.out, HERE, {"ranks": wanted.ranks, "rounds": wanted.rounds})
     return 0
 
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from instep.bench.tables import markdown, write_between, write_json
+from instep.bench.tables import publish
 from instep.recipes.text_config import ParallelConfig
 from instep.timeline.breakdown import Parts, parts
 from instep.timeline.trace_files import FOLDER, read_traces
@@ -30,10 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     rows = [row(strategy, ranks, wanted.steps) for strategy in STRATEGIES for ranks in RANKS]
-    print(markdown(rows))
-    write_json(wanted.out / "account.json", {"rows": rows}, command="python benchmarks/timeline/account.py")
-    if wanted.out == HERE:
-        write_between(HERE / "README.md", "account table", markdown(rows))
+    publish(rows, "account", wanted.out, HERE, {})
     return 0 if all(row["least part(ms)"] >= 0 for row in rows) else 1
 
 

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from instep.bench.tables import markdown, paired_ratio, write_between, write_json
+from instep.bench.tables import paired_ratio, publish
 from instep.bench.worlds import World
 from instep.events import Event, Recorder
 from instep.launch.launch import launch
@@ -99,10 +99,7 @@ def main() -> int:
             found = Path(folder, "found.json")
             launch(measure, (strategy, wanted.pairs, str(found)), ranks=RANKS)
             rows.append(row(strategy, json.loads(found.read_text())))
-    print(markdown(rows))
-    write_json(wanted.out / "cost.json", {"rows": rows}, command="python benchmarks/timeline/cost.py")
-    if wanted.out == HERE:
-        write_between(HERE / "README.md", "cost table", markdown(rows))
+    publish(rows, "cost", wanted.out, HERE, {})
     return 0
 
 

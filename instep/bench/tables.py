@@ -199,6 +199,16 @@ def write_between(path: str | Path, name: str, text: str) -> None:
     Path(path).write_text(f"{head}{begin}{text}\n{end}{rest[0].partition(end)[2]}", encoding="utf-8")
 
 
+def publish(rows: Sequence[Row], name: str, folder: Path, home: Path, about: Mapping[str, Any]) -> None:
+    """The ``rows`` of ``home``/``name``.py on stdout and, with ``about``, as ``folder``/``name``.json; in the
+    benchmark's ``home`` also as the table ``name`` of its README."""
+    print(markdown(rows))
+    command = f"python benchmarks/{home.name}/{name}.py"
+    write_json(folder / f"{name}.json", {**about, "rows": rows}, command=command)
+    if folder == home:
+        write_between(home / "README.md", f"{name} table", markdown(rows))
+
+
 def _table(rows: Sequence[Row], *, tight: bool) -> Table:
     columns = _columns(rows)
     gap = (0, 0) if tight else (0, 1)

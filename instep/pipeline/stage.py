@@ -143,14 +143,15 @@ class Stage:
         edges = [_edge(x) for x in outputs if is_differentiable(x)]
         self._alive[micro_batch.index] = Alive(inputs, came, edges)
         if self.outside is None:
-            self.outside = self._outside([x for x in edges if x is not None], inputs)
-            self._require_one_use([x for x in edges if x is not None])
+            differentiable = [x for x in edges if x is not None]
+            self.outside = self._outside(differentiable, inputs)
+            self._require_one_use(differentiable)
         return outputs
 
     def _require_one_use(self, outputs: Sequence[GradientEdge]) -> None:
         for p, leaf in self.tied.shared(self.number):
             if leaf.requires_grad and (times := num_uses(outputs, leaf)) > 1:
-                name = next((name for name, own in self.layers.named_parameters() if own is p), "of a copy")
+                name = next(name for name, own in self.layers.named_parameters() if own is p)
                 raise ValueError(
                     f"stage {self.number} uses parameter {name!r} {times} times, and a later stage uses it, "
                     "too: their gradients would be added in another order than on one rank; cut the layers "

@@ -396,12 +396,19 @@ def _load(path: Path, what: str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise ValueError(f"{what} holds more than {MAX_BYTES} bytes of JSON: profile fewer steps")
     try:
-        trace = json.loads(NAME.sub(_escape_quotes, data))
+        trace = _parse(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is damaged or cut off: it is not JSON ({error})") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f'{what} is no profile: expected an object with a list "traceEvents"')
     return trace
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:  # as a rule of a file that is cut off
+        return json.loads(NAME.sub(_escape_quotes, data))
 
 
 def _escape_quotes(name: re.Match[bytes]) -> bytes:
