@@ -122,8 +122,8 @@ PURE = (
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 955,
-    "bench": 6190,
-    "checkpoint": 4140,
+    "bench": 6180,
+    "checkpoint": 4135,
     "cli": 945,
     "comm": 995,
     "data": 1145,
@@ -135,7 +135,7 @@ BUDGET = {
     "net": 2870,
     "pipeline": 4200,
     "plan": 95,
-    "recipes": 880,
+    "recipes": 885,
     "record": 1850,
     "reduce": 2790,
     "replicate": 1715,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.state.homes import JoinedOptimizers, homes, offered
+from instep.timeline.intervals import union_ns as covered
 
 Ranges = dict[torch.device, list[tuple[int, int]]]  # first address and the one after the last
 
@@ -78,7 +79,7 @@ def count(**tensors: Iterable[Tensor]) -> MemoryUsage:
     for purpose in (field.name for field in fields(MemoryUsage)):
         for x in tensors.pop(purpose, ()):
             _add(ranges, x)
-        after = sum(map(_covered, ranges.values()))
+        after = sum(map(covered, ranges.values()))
         found[purpose], before = after - before, after
     if tensors:
         raise TypeError(f"no purpose of memory is called {', '.join(tensors)}")
@@ -103,12 +104,3 @@ def _add(ranges: Ranges, x: Tensor) -> None:
         if part.device.type != "meta" and storage.nbytes():
             first = storage.data_ptr()
             ranges.setdefault(part.device, []).append((first, first + storage.nbytes()))
-
-
-def _covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """How many addresses are in at least one of ``ranges``."""
-    total = end = 0
-    for first, last in sorted(ranges):
-        total += max(last - max(first, end), 0)
-        end = max(end, last)
-    return total

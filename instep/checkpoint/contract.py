@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -217,8 +216,9 @@ def module_fields(module: nn.Module) -> dict[str, Scalar]:
     fields: dict[str, Scalar] = {}
     for path, layer in module.named_modules():
         kind = layer.sharding.kind if isinstance(layer, FullySharded) else type(layer)
-        if not kind.__module__.startswith("torch."):
-            fields[f"model.code.{kind.__module__}"] = file_hash(getattr(_module_of(kind), "__file__", None))
+        code = f"model.code.{kind.__module__}"
+        if not kind.__module__.startswith("torch.") and code not in fields:
+            fields[code] = _code_of(kind)
         if not any(True for _ in layer.children()):
             fields[f"model.layer.{path or '(whole)'}"] = f"{kind.__name__}({layer.extra_repr()})"
     for name, x in _tensors(module):
@@ -237,7 +237,7 @@ def optimizer_fields(optimizer: Optimizer, local: Optimizer) -> dict[str, Scalar
     fields: dict[str, Scalar] = dict(flags)
     fields["kind"] = f"{kind.__module__}.{kind.__qualname__}"
     if not kind.__module__.startswith("torch."):
-        fields["code"] = file_hash(getattr(_module_of(kind), "__file__", None))
+        fields["code"] = _code_of(kind)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params" and key not in flags:
@@ -261,8 +261,9 @@ def file_hash(path: Path | str | None) -> str:
         return UNKNOWN
 
 
-def _module_of(kind: type) -> ModuleType | None:
-    return sys.modules.get(kind.__module__)
+def _code_of(kind: type) -> str:
+    """A hash of the file that defines ``kind``."""
+    return file_hash(getattr(sys.modules.get(kind.__module__), "__file__", None))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

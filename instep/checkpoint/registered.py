@@ -119,6 +119,10 @@ class Registered:
         modules = list(self.modules().values())
         return modules[0] if len(modules) == 1 else NamedModels(self)
 
+    def cursor(self, default: int) -> int:
+        """The position of the first loader; ``default`` if there is none."""
+        return next((int(x.position) for x in self.loaders.values()), default)
+
     @property
     def loaders(self) -> dict[str, Any]:
         """Those of the other objects that deal samples out to declared steps (``DataSource``)."""
@@ -233,10 +237,10 @@ class Registered:
         Raises:
             ValueError: a module is given, with an optimizer, that a wrapper trains which is not given.
         """
-        modules = self.modules()
-        wrappers = [modules[name] for name, x in self.models.items() if isinstance(offered(x), Wrapped)]
-        known = {id(p) for module in wrappers for p in module.parameters()}
-        for name, module in modules.items() if self.optimizers else ():
+        if not self.optimizers:
+            return
+        known = {id(p) for said in self._wrapped() for p in said.module.parameters()}
+        for name, module in self.modules().items():
             owners = [owner_of(p) for p in module.parameters() if id(p) not in known]
             if any(x is not None and x.reduces for x in owners):
                 raise ValueError(
@@ -403,11 +407,10 @@ class RegisteredState(TrainingState):
         object makes anew whenever it is asked has always changed; what modules keep beside, by its values.
         Writes to ``.data`` stay unseen.
         """
-        elsewhere = {id(p) for there in self._homes if not there.resident for p in there.parameters}
         buffers = {
             id(x): x for owner in modules(self.module) for x in owner._buffers.values() if x is not None
         }
-        live = [x for x in (*self._parameters.values(), *buffers.values()) if id(x) not in elsewhere]
+        live = [x for x in (*self._parameters.values(), *buffers.values()) if id(x) not in self._away]
         sliced = (x.tensor for there in self._homes for x in there.held)
         groups = [group for x in self._registered.optimizers.values() for group in x.param_groups]
         options = [(key, value) for group in groups for key, value in group.items() if key != "params"]
@@ -419,8 +422,7 @@ class RegisteredState(TrainingState):
         return StateMark((self._registered.digest(), plain, updates, beside), tensors)
 
     def _of_object(self, name: str, x: Tensor) -> Shard:
-        every = tuple(range(self.everyone.size))
-        return Shard.whole(OBJECT + name, x, every, (self._place(name), name))
+        return Shard.whole(OBJECT + name, x, self._every, (self._place(name), name))
 
     def _place(self, name: str) -> int:
         """That of the object in the hash, of which ``name`` is a tensor."""
@@ -433,11 +435,11 @@ class RegisteredState(TrainingState):
         """The JSON of each object, or CheckpointRejected if this is a state of others."""
         said = options if isinstance(options, dict) else {}
         bodies = said.get("objects", {})
-        _require_names("objects", bodies, self._registered.others)
+        _require_names(bodies, self._registered.others)
         if self.optimizer is None and said.get("class", NO_OPTIMIZER) != NO_OPTIMIZER:
             raise CheckpointRejected(
                 f"the saved state has an optimizer ({str(said['class'])[:80]}), and none is given: pass "
-                "optimizer=..., or models alone, to use them"
+                "optimizer=..., or only the models, to use them"
             )
         try:
             require_json("the state of registered objects", bodies)  # which bounds its depth
@@ -469,7 +471,7 @@ def _require_counts(options: Json) -> None:
         )
 
 
-def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
+def _require_names(saved: Json, now: Mapping[str, object]) -> None:
     if isinstance(saved, dict) and set(saved) == set(now):
         return
     names = sorted(saved) if isinstance(saved, dict) else []
@@ -478,8 +480,8 @@ def _require_names(what: str, saved: Json, now: Mapping[str, object]) -> None:
     said = [f"it has {missing}, which is not given"] * bool(missing)
     said += [f"{more} is given, which it does not have"] * bool(more)
     raise CheckpointRejected(
-        f"the {what} of the saved state are other ones: {'; '.join(said)}: give the same ones by the same "
-        "names, or models alone, to use them"
+        f"the saved state has different objects: {'; '.join(said)}: pass the same objects under the same "
+        "names, or only the models, to use them"
     )
 
 

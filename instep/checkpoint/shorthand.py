@@ -103,7 +103,7 @@ def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **ob
         return Path(directory) / files.step_name(step)
     draft = saving.draft(
         step=step,
-        data_cursor=next((int(loader.position) for loader in registered.loaders.values()), 0),
+        data_cursor=registered.cursor(0),
         numerical=_numerical(state.module),
         world_size=state.everyone.size,
     )

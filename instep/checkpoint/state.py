@@ -387,21 +387,22 @@ class TrainingState:
     def _put_model(self, values: Mapping[str, Tensor]) -> None:
         """Weights and buffers, in the memory that they have, and what the module loads by itself."""
         away = [there for there in self._homes if not there.resident]
-        with torch.no_grad():
-            for there in self._homes if away else ():
-                there.make_room()
-            for live in self._model(module_state.buffers(self.module)) if away else ():
-                live.tensor.copy_(values[live.name.removeprefix(MODEL)])
-            for there in away:
-                there.loaded()
+        if away:
+            with torch.no_grad():
+                for there in self._homes:
+                    there.make_room()
+                for live in self._model(module_state.buffers(self.module)):
+                    live.tensor.copy_(values[live.name.removeprefix(MODEL)])
+                for there in away:
+                    there.loaded()
         if not away or self._keeps_state:
             whole = away and module_state.loads(self.module)
             with torch.no_grad(), gathered(self.module) if whole else nullcontext():
                 self.module.load_state_dict(self._given(values))
 
     def _given(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What the module's ``load_state_dict`` is given: its own state dict, which has the versions of its
-        formats, with ``values``; of what is not all here the parameter itself."""
+        """The argument of the module's ``load_state_dict``: its own state dict, for the versions of its
+        formats, filled with ``values``. A sharded parameter stays as it is."""
         given = self.module.state_dict(keep_vars=True)
         _, beside = module_state.divided(self.module, self._away)
         for name, x in given.items():

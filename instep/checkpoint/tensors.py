@@ -151,14 +151,11 @@ def require_layout(found: Layout, expected: Layout, firsts: Mapping[str, str] | 
     there = {name: (firsts or {}).get(name, name) for name in expected}
     missing = [name for name in expected if there[name] not in found]
     unknown = sorted(found.keys() - there.values())
+    fix = "build the model that the checkpoint was made with"
     if missing or unknown:
         parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(unknown)}"] * bool(unknown)
-        compiled = any("_orig_mod." in name for name in (*missing, *unknown))
-        fix = (
-            "compile with block.compile(), which keeps the names"
-            if compiled
-            else ("build the model that the checkpoint was made with")
-        )
+        if any("_orig_mod." in name for name in (*missing, *unknown)):
+            fix = "compile with block.compile(), which keeps the names"
         raise CheckpointRejected(
             f"expected {len(set(there.values()))} tensors, got {len(found)}: {'; '.join(parts)}: {fix}"
         )
@@ -168,10 +165,7 @@ def require_layout(found: Layout, expected: Layout, firsts: Mapping[str, str] | 
         if found[there[name]] != (tuple(layout[0]), layout[1])
     ]
     if wrong:
-        raise CheckpointRejected(
-            f"{len(wrong)} tensors differ from the model's: {_some(wrong)}: build the model that the "
-            "checkpoint was made with"
-        )
+        raise CheckpointRejected(f"{len(wrong)} tensors differ from the model's: {_some(wrong)}: {fix}")
 
 
 def _shown(layout: tuple[Shape, torch.dtype]) -> str:

@@ -75,7 +75,7 @@ def _kind(error: BaseException) -> type:
 
 
 def _is_of_users_code(error: BaseException) -> bool:
-    """Whether it was raised in a rank by code of the user's, as any exception may be."""
+    """Whether user code in a rank raised it: its type then says nothing about instep."""
     return isinstance(error, RankFailed) and error.exit.error is not None and not error.exit.error.is_ours
 
 

@@ -205,8 +205,8 @@ class KeyedSamples:
 def is_plain(dataset: Any) -> bool:
     """Whether reading ``dataset`` draws nothing, nor stacking what comes: only torch, numpy or we do it.
 
-    So nothing has to be keyed. The very types, for a subclass may read in a way of its own; a class says
-    ``draws_nothing`` of itself.
+    So nothing has to be keyed. The very types, for a subclass may read in a way of its own; a class opts
+    in by setting ``draws_nothing``.
     """
     while type(dataset) is Subset and type(dataset.indices) in (list, range):
         dataset = dataset.dataset

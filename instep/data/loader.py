@@ -47,9 +47,9 @@ from instep.state.alignment import align
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
 BEFORE_QUEUES = 20  # at exit multiprocessing closes its queues at 10
-LOOK_S = 2  # from one look to the next whether all worker processes live, while one is waited for
-LATE = "DataLoader timed out"  # so torch begins to say that none has answered
-LOST = "DataLoader worker", LATE  # so torch begins to say that a process has died, or hangs
+LOOK_S = 2  # seconds between two checks that all worker processes live, while one is waited for
+LATE = "DataLoader timed out"  # how torch's message begins if no worker answers in time
+LOST = "DataLoader worker", LATE  # ... if a worker has died, or hangs
 PROFILED = "enumerate(DataLoader)#instep.Loader"  # the beginning is what readers of profiles look for
 HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
 

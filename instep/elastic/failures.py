@@ -43,7 +43,7 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """Its exception without pids and addresses, which are others at each try."""
+        """The text of its exception without pids and addresses, which differ between attempts."""
         return NUMBER.sub("#", self.error)
 
     def repeats(self, other: Failure) -> bool:

@@ -33,8 +33,8 @@ class _Lossy(io.FileIO):
 
 
 def open_standard_streams() -> None:
-    """At the start of a command: descriptors 0 to 2 that are closed lead nowhere, instead of to the next file
-    that is opened."""
+    """At the start of a command: open /dev/null in place of a closed stdin, stdout or stderr, so that no file
+    gets its descriptor."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)

@@ -19,10 +19,9 @@ from instep.events import PIPELINE, Recorder
 from instep.memory import bytes_of, tensor_of
 from instep.pipeline.home import PipelineHome
 from instep.reduce.owners import GradientPeers, entry
+from instep.step.reduction import GRADIENT_NORM, NORM_BYTES
 
 Sample: TypeAlias = tuple[Tensor, bytes]  # the parameter that has the smallest gradient, and that
-GRADIENT_NORM = "the gradient norm"
-NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
 CHANGED = (
     "has a gradient that was written to since the pipeline's step(): a rank has the gradients of its own "
     "stage alone, which torch's clipping and a GradScaler do not know. Clip with instep.clip_grad_norm_("

@@ -12,6 +12,7 @@ import tyro
 from instep.models.config import PRESETS
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, validate
+from instep.record.directory import CONFIG
 from instep.run import flags, toml
 
 PROGRAM = "instep train"
@@ -77,11 +78,11 @@ def parse_script(args: Sequence[str]) -> Config:
 def _base(found: TrainFlags) -> Config:
     """What the flags override: the run that is resumed, the file, and the preset that they name."""
     base = text_config.default()
-    if found.resume and found.run_dir is not None and (found.run_dir / toml.CONFIG).is_file():
+    if found.resume and found.run_dir is not None and (found.run_dir / CONFIG).is_file():
         # A run goes on as it was, but where and how far is said anew.
-        saved = toml.load_toml(found.run_dir / toml.CONFIG)
+        saved = toml.load_toml(found.run_dir / CONFIG)
         again = {name: value for name, value in saved.items() if name not in LAUNCH}
-        base = text_config.merge(base, again, source=str(found.run_dir / toml.CONFIG))
+        base = text_config.merge(base, again, source=str(found.run_dir / CONFIG))
     if found.config_file is not None:
         base = text_config.merge(base, toml.load_toml(found.config_file), source=str(found.config_file))
     if found.preset is not None:

@@ -27,12 +27,20 @@ FAULTS = "faults.jsonl"
 CHECKPOINTS = "checkpoints"
 
 
+def config_text(path: Path) -> str:
+    """The file of settings of the run in ``path``; "" if it cannot be read."""
+    try:
+        with open(path / CONFIG, encoding="utf-8", errors="replace", opener=open_regular) as file:
+            return file.read()
+    except (OSError, ValueError):
+        return ""
+
+
 def config_of(path: Path) -> dict[str, Any]:
     """The settings of the run in ``path``; {} if none can be read."""
     try:
-        with open(path / CONFIG, encoding="utf-8", errors="replace", opener=open_regular) as file:
-            return tomllib.loads(file.read())
-    except (OSError, ValueError, RecursionError):
+        return tomllib.loads(config_text(path))
+    except (ValueError, RecursionError):
         return {}
 
 

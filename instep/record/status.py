@@ -8,11 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from instep.net.peers import Peer, is_alive
-from instep.record.directory import CONFIG, SUMMARY, WORKERS, command_again, config_of
+from instep.record.directory import CONFIG, SUMMARY, WORKERS, command_again, config_of, config_text
 from instep.record.jsonl import Fields, read_object
 from instep.record.shape import COUNT, TEXT, Shape
 from instep.record.step_lines import part_begins
-from instep.regular_files import open_regular
 from instep.timeline.run_setting import setting_of
 from instep.timeline.trace_files import RunTraces
 
@@ -35,7 +34,7 @@ def run_status(
 ) -> Fields:
     """The run's name, its state, its settings; ``notes`` gets what is wrong."""
     setting = setting_of(tapes.first.head.get("setting")) if tapes.first else None
-    config, is_run = _text(path / CONFIG), (path / CONFIG).is_file()
+    config, is_run = config_text(path), (path / CONFIG).is_file()
     return {
         "name": path.absolute().name,
         "state": _state(path, _steps_wanted(starts, path), summary, steps_done(lines), notes)
@@ -95,11 +94,3 @@ def _steps_wanted(starts: Sequence[Fields], path: Path) -> int:
     known = numerical if isinstance(numerical, dict) and "steps" in numerical else config_of(path)
     steps = known.get("steps")
     return steps if isinstance(steps, int) else 0
-
-
-def _text(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace", opener=open_regular) as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -290,11 +290,9 @@ def _is_sample(value: Any) -> bool:
     )
 
 
-LEAF = Shape(
-    {"leaf": COUNT, "rank": COUNT, "parameters": ("an object of hashes", _is_digests)},
-    required={"leaf", "rank", "parameters"},
-)
 DIGESTS: Kind = ("an object of hashes", _is_digests)
+LEAF_FIELDS: Mapping[str, Kind] = {"leaf": COUNT, "rank": COUNT, "parameters": DIGESTS}
+LEAF = Shape(LEAF_FIELDS, required=LEAF_FIELDS.keys())
 EVENT_FIELDS: Mapping[str, Kind] = {
     "event": TEXT,
     "world_size": COUNT,

@@ -314,9 +314,7 @@ class Bucket(Bundle):
             parts, self.slice_length, self.group.size, self.dtype, self.device
         )
         self._views: dict[int, list[Tensor]] = {}
-        self._leaf_numbers: dict[int, int] | None = (
-            None  # of this rank's leaves in the tree, if they are others
-        )
+        self._leaf_numbers: dict[int, int] = {}  # of this rank's leaves in the tree, where they are others
         self._summed: tuple[Leaves, int] = (), 0  # the leaves that ``sum`` is of
         self._make_counter()
 
@@ -355,7 +353,7 @@ class Bucket(Bundle):
         if views > 0 and views > num_attached(self):
             self._views.clear()
             self._make_counter()
-        self._leaf_numbers = None
+        self._leaf_numbers = {}
         if self.places is not None:
             own = leaves[self.places[self.group.rank]]
             leaves, num_leaves = side_by_side(leaves, self.places)
@@ -370,7 +368,7 @@ class Bucket(Bundle):
     def open(self, leaf: int, *, whole: bool = False) -> None:
         """Choose the memory for the gradients of leaf number ``leaf``; ``whole``: a buffer of its own."""
         counter = self.counter
-        leaf = leaf if self._leaf_numbers is None else self._leaf_numbers[leaf]
+        leaf = self._leaf_numbers.get(leaf, leaf)
         if not counter.roots:
             self.adds, self.leaf = False, counter.home
             return
@@ -381,7 +379,7 @@ class Bucket(Bundle):
     def close(self, leaf: int) -> None:
         """Leaf number ``leaf`` is complete."""
         assert self.leaf is not None
-        leaf = leaf if self._leaf_numbers is None else self._leaf_numbers[leaf]
+        leaf = self._leaf_numbers.get(leaf, leaf)
         if self.adds:
             self.counter.added(leaf)
         else:
@@ -416,8 +414,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Buckets for ``members``, positions in ``parameters``, every parameter at an aligned address.
 
-    The ranks of ``group`` add them up, in memory that they may be able to map; those at a position in
-    ``groups`` the ranks of another one.
+    ``group`` reduces them, but those at a position in ``groups``, which another group reduces. The memory is
+    allocated by the group, so that its ranks can map it where it allows that.
     """
     buckets = []
     for index, positions in enumerate(members):

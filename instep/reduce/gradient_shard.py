@@ -74,11 +74,11 @@ def gradient_shard(
 def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Every ``.grad``, as a ``GradientShard`` where other ranks have more of it, also if a program set it."""
     for p in parameters:
+        if p.grad is None or isinstance(p.grad, GradientShard):
+            continue
         owner = owner_of(p)
         peers = None if owner is None else owner.peers()
-        if owner is None or peers is None or not peers.cut:
-            continue
-        if p.grad is not None and not isinstance(p.grad, GradientShard):
+        if owner is not None and peers is not None and peers.cut:
             p.grad = gradient_shard(p.grad, owner.name, weakref.ref(peers), is_part=True)
     return [p.grad for p in parameters if p.grad is not None]
 

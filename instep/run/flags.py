@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFlags:
-    """Settings of ``RunConfig`` whose flags are not just their names; their help is there."""
+    """Settings of ``RunConfig`` with a short or a repeatable flag; ``RunConfig`` has their help texts."""
 
     ranks: Annotated[Count, tyro.conf.arg(aliases=["-n"])] = 0
     fault: tyro.conf.UseAppendAction[

@@ -242,7 +242,7 @@ class Generation:
             return {
                 "restarts": len(before),
                 "first_step": part_begins([*before, {**now, **layout(training)}]),
-                "is_finished": self._is_finished(),
+                "is_finished": self._is_finished(recorded_steps),
                 "written": min(recorded_steps, training.steps_done),  # the rest is made again
                 "note": note,
                 "canary": recorded[-1] if recorded else None,
@@ -276,11 +276,11 @@ class Generation:
             )
         return f"{where}: beginning again with step 0"
 
-    def _is_finished(self) -> bool:
+    def _is_finished(self, recorded_steps: int) -> bool:
         """Whether an earlier command has made the last step, and summed up."""
         training, path = self.training, self.path
         done = training.steps_done
-        if training.generation > 1 or done < training.config.steps or steps_recorded(path) != done:
+        if training.generation > 1 or done < training.config.steps or recorded_steps != done:
             return False
         told = jsonl.read_object(path / SUMMARY)
         return told.get("steps") == done and not summary.SHOWN.problem(told)

@@ -31,12 +31,11 @@ def peak_memory(group: Group, device: torch.device) -> dict[str, Any]:
             {"rank": rank, "resident_peak": process and process.peak, "gpu_peak": answer["gpu_peak"]}
         )
         hosts.setdefault(peer.host, []).append(process)
-    known = {host: [x for x in processes if x] for host, processes in hosts.items()}
     return {
         "ranks": ranks,
         "hosts": [
-            {"resident_peak": total_resident(known[host]) if len(known[host]) == len(processes) else None}
-            for host, processes in hosts.items()
+            {"resident_peak": total_resident([x for x in processes if x]) if all(processes) else None}
+            for processes in hosts.values()
         ],
     }
 

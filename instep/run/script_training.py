@@ -129,7 +129,7 @@ class ScriptTraining:
     @property
     def cursor(self) -> int:
         """The position of the first loader; else the steps done."""
-        return next((int(x.position) for x in self.registered.loaders.values()), self.steps_done)
+        return self.registered.cursor(self.steps_done)
 
     # One mesh after another.
 
@@ -352,7 +352,8 @@ class ScriptTraining:
         found = dataclasses.asdict(self.config.parallel)
         for model in self.registered.models.values():
             placed = getattr(model, "placement", None) or {}
-            found |= {name: placed[name] for name in ("cuts",) if name in placed}
+            if "cuts" in placed:
+                found["cuts"] = placed["cuts"]
         return found
 
     # The contract.

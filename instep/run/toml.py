@@ -18,7 +18,6 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from instep.checkpoint.manifest import Scalar
-from instep.record.directory import CONFIG as CONFIG
 
 # What others call settings, where the letters are too far apart to tell.
 USUAL = {

@@ -320,7 +320,8 @@ class Sharding:
             broadcast=self._broadcast_buffers,
             lanes=[self.gathers.lane],
         )
-        self.backward, hooks = self._session.backward, self._session.hooks
+        self.backward = self._session.backward
+        hooks = self._session.hooks  # the list itself: the session removes what is added to it
         hooks += [*self.hooks.hooks, *state_dict_hooks(module, self.units)]
         hooks += [p.register_hook(partial(_used_outside, name)) for name, p in registry.trainable]
         hooks.append(module.register_forward_pre_hook(Hook(weakly(self._begins)), prepend=True))

@@ -164,8 +164,8 @@ class Unit(Home):
             storage.resize_(self.layout.num_elements * self.compute_dtype.itemsize)
 
     def cast(self, flat: Tensor | None = None) -> Tensor | None:
-        """The shards in the dtype of computation, this rank's part of a gather; None: they are in their place
-        in ``flat``, by default that of the unit, by now."""
+        """This rank's input to the gather of ``flat`` (by default the unit's), in the dtype of computation;
+        None if it is in place already."""
         if self._shares_memory and flat is None:
             return None
         if self.dtype == self.compute_dtype:

@@ -275,7 +275,7 @@ class DividedOptimizer:
 
 
 def undivided(optimizer: Optimizer) -> DividedOptimizer:
-    """The description of a plain ``optimizer``, which steps whole parameters, here or absent."""
+    """The description of a plain ``optimizer``, which steps whole parameters, with or without values here."""
     whole = [(p, shape_of(p)) for p in _parameters(optimizer)]
     held = {i: ParameterShard(p, 0, shape.numel(), p, shape) for i, (p, shape) in enumerate(whole)}
     return _plain(optimizer, held, alone(), (), 1)

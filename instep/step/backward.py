@@ -51,8 +51,8 @@ def require_eager_autograd() -> None:
 
 
 def guard_hooks() -> None:
-    """From now on torch.compile looks whether a module has hooks: it would run the code that it has made of a
-    block without hooks for the same block with hooks, which gather weights."""
+    """Make torch.compile guard on module hooks: otherwise code compiled for a block without hooks is reused
+    for one whose hooks gather its weights."""
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         torch._dynamo.reset()

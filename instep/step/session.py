@@ -51,7 +51,6 @@ class StepSession:
     ) -> None:
         reducer.recorder.marks = reducer.recorder.marks or marks_for(device)
         keys = LeafKeys(module, seed, generators(device), blocks)
-        self.reducer = reducer
         self.declared = DeclaredStep(module, reducer, keys, registry)
         self.backward = Backward(self.declared, broadcast=broadcast, records=records)
         self.hooks = self.backward.hooks

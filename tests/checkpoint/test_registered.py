@@ -387,9 +387,9 @@ def other_order(objects: dict[str, Any]) -> None:
     [
         (
             lambda x: drop(x, "g_plan"),
-            "objects of the saved state are other ones: it has 'g_plan', which is not given: give",
+            "the saved state has different objects: it has 'g_plan', which is not given: pass",
         ),
-        (lambda x: x.update(more=Average()), "other ones: 'more' is given, which it does not have"),
+        (lambda x: x.update(more=Average()), "different objects: 'more' is given, which it does not have"),
         (lambda x: drop(x, "g_plan", "c_plan"), "it has 'c_plan', 'g_plan', which"),
         (other_order, "expected the optimizer of the checkpoint, AdamW, SGD, got SGD, AdamW"),
     ],

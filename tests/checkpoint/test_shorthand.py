@@ -208,7 +208,7 @@ def test_all_objects_come_back_and_none_may_be_forgotten_but_models_alone_may_be
     other, fresh = made(1)
     again = StepLR(fresh, step_size=2)
     for objects in ({"optimizer": fresh}, {"optimizer": fresh, "schedule": again}, {"plan": again}):
-        with pytest.raises(CheckpointRejected, match=r"of the saved state|has an optimizer"):
+        with pytest.raises(CheckpointRejected, match=r"has different objects|has an optimizer"):
             load(tmp_path, model=other, **objects)
     assert load(tmp_path, net=other).step == 3
     assert all_bits(other.state_dict()) == all_bits(model.state_dict()) and not fresh.state
