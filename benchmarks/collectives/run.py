@@ -29,16 +29,16 @@ from instep.bench.collectives import (
     prediction,
     subtitle,
 )
-from instep.bench.collectives_rank import OWN
 from instep.bench.options import CollectivesOptions, sizes_of
 from instep.bench.tables import Row
+from instep.comm.algorithms import SCHEDULES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 COMMAND = "python benchmarks/collectives/run.py"
 WAYS = {"shm": "of ordinary tensors", "shm-in-place": "in place, in shared buckets"}
 # The largest messages by few ways on few ranks: by others they take long and show nothing new.
-ALGORITHMS = tuple(OWN["all_reduce"])
+ALGORITHMS = tuple(SCHEDULES["all_reduce"])
 TORCH_WAYS = ("gloo", *WAYS)
 SIZES = ("1KB", "10KB", "100KB", "1MB", "10MB", "100MB")
 LARGEST = ("1GB",)

@@ -82,7 +82,7 @@ class Bench:
         )
 
     def reference(self, row: Row) -> tuple[str, Ledger]:
-        """The hash of the undisturbed run on one rank, and its ledger."""
+        """The hash of the undisturbed run on one rank, and its losses and norms."""
         args = ("--steps", str(row.steps), *row.alike)
         if args not in self._references:
             with corner() as place:

@@ -70,7 +70,7 @@ class Live:
         return {int(rank): peer["pid"] for rank, peer in found.items()}
 
     def step(self) -> int:
-        """The last step in the ledger."""
+        """How many steps are recorded."""
         return last_step(self.run_dir)
 
     def wait(self, holds: Callable[[], bool]) -> None:
@@ -84,7 +84,7 @@ class Live:
             time.sleep(LOOK_S)
 
     def until(self, step: int) -> None:
-        """Until ``step`` is in the ledger."""
+        """Until ``step`` steps are recorded."""
         self.wait(lambda: self.step() >= step)
 
 

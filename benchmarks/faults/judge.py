@@ -60,7 +60,7 @@ class Expect:
 class Found:
     """What became of it. ``events`` are those of ``faults.jsonl``, ``moments`` when the fault came (ns).
 
-    ``steps`` are (step, cursor) of the ledger, ``same`` is None where there is no hash to compare with;
+    ``steps`` are (step, cursor) of the record, ``same`` is None where there is no hash to compare with;
     ``same_ledger``: losses and norms are those of the undisturbed run, too.
     """
 

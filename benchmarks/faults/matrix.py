@@ -83,7 +83,7 @@ class Row:
     """A fault: the commands, one after the other in one run directory, and what is expected.
 
     ``program`` is one of ``programs`` in their place. ``alike`` are settings of the undisturbed run that the
-    end is compared with; ``worlds`` the numbers of ranks in the ledger, in turn, () for any. ``mounts``: the
+    end is compared with; ``worlds`` the numbers of ranks, in turn, () for any. ``mounts``: the
     command needs mounts of its own. ``headline``: it is in docs/reliability.md, too.
     """
 

@@ -25,7 +25,7 @@ LARGE = (
 
 
 def streams(part: Part) -> None:
-    words = ["-n", 2, "--steps", 12, "--data", ROOT / "instep" / "ordered", "--eval.windows", 8]
+    words = ["-n", 2, "--steps", 12, "--data", ROOT / "instep" / "recipes", "--eval.windows", 8]
     words += [*(QUICK if part.quick else LARGE).split(), "--parallel.device", part.device]
     words += ["--parallel.backend", "gloo"]
     with tempfile.TemporaryDirectory() as folder:

@@ -53,10 +53,10 @@ def measure(backend: str, rounds: int, path: str) -> None:
     mesh = init(backend=backend)
     made = {stage: make(stage, mesh) for stage in STAGES}
     times: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    tokens = torch.randint(256, (RANKS, MODEL.context), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(256, (mesh.world_size, MODEL.context), generator=torch.Generator().manual_seed(0))
     for _ in range(rounds + 1):  # the first one makes the state
         for stage, (model, muon) in made.items():
-            for micro_batch in model.micro_batches(RANKS):
+            for micro_batch in model.micro_batches(mesh.world_size):
                 model(tokens[micro_batch.index : micro_batch.index + 1]).square().mean().backward()
             mesh.world.group.barrier("the start of an update")
             began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What any training script gets from a run: its folder, metrics, ledger, comparison, summary and report."""
+"""What any training script gets from a run: its steps, its recovery and its folder."""

@@ -52,7 +52,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class Run:
-    """A training loop of one's own, with all that ``instep train`` has: a folder, recovery, ledger, report.
+    """A training loop of your own with all that ``instep train`` has: a folder, recovery, a record, a report.
 
     At construction: who has started this process is found, and ``mesh`` is there to wrap models with. In
     ``steps``: ranks meet, every registered object takes the newest state, and step follows step. What a lost

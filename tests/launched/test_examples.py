@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
@@ -11,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from instep.launch.launch import launch
-from instep.record.directory import FAULTS, SUMMARY
-from instep.record.jsonl import read_lines
-from tests.launched.command import ROOT, instep
+from tests.launched.command import ROOT, events, instep, summary
 
 SHORTER = {
     "gan.py": {"RECORD, BATCH, NOISE = 400,": "RECORD, BATCH, NOISE = 8,"},
@@ -78,14 +75,15 @@ def test_a_script_ends_with_the_same_bits_after_three_kills(
     for run_dir, words in (("alone", ["-n", undisturbed]), ("killed", ["-n", 2, *faults])):
         ended = instep("run", *words, "--run-dir", run_dir, script, cwd=tmp_path)
         assert ended.code == 0, ended.err
-        hashes.append(json.loads((tmp_path / run_dir / SUMMARY).read_text())["state_sha256"])
+        hashes.append(summary(tmp_path / run_dir)["state_sha256"])
     assert hashes[0] == hashes[1]
-    failures = [x for x in read_lines(tmp_path / "killed" / FAULTS) if x.get("event") == "failure"]
+    failures = events(tmp_path / "killed", "failure")
     assert [(x["rank"], x["step"]) for x in failures] == [(1, 2), (0, 4), (1, 5)]
 
 
 def test_the_starter_survives_a_kill(tmp_path: Path) -> None:
     ended = instep("run", "-n", 2, "--fault", KILLS[0], ROOT / "examples" / "starter.py", cwd=tmp_path)
     assert ended.code == 0, ended.err
-    told = json.loads((tmp_path / "runs" / "mine" / SUMMARY).read_text())
+    told = summary(tmp_path / "runs" / "mine")
     assert told["steps"] == 300 and told["loss_last"] < told["loss_first"]
+    assert len(events(tmp_path / "runs" / "mine", "recovery")) == 1

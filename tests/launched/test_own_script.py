@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from instep.record.directory import CHECKPOINTS, FAULTS, RECORD, SUMMARY
-from instep.record.jsonl import read_lines
-from tests.launched.command import Ended, events, instep, read_until, started_warm, steps_of
+from instep.record.directory import CHECKPOINTS, RECORD
+from tests.launched.command import (
+    Ended,
+    events,
+    faults,
+    instep,
+    read_until,
+    started_warm,
+    steps_of,
+    summary,
+)
 from tests.launched.command import run as command_line
 
 SCRIPT = Path(__file__).with_name("net.py")
@@ -22,18 +28,6 @@ SCRIPT = Path(__file__).with_name("net.py")
 def run(*words: object, cwd: Path, script: Path = SCRIPT, says: tuple[object, ...] = ()) -> Ended:
     """``instep run`` of a script, which is given what ``says`` says."""
     return instep("run", *words, script, *says, cwd=cwd)
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / SUMMARY).read_text())
-
-
-def faults(*specs: str) -> list[str]:
-    return [word for spec in specs for word in ("--fault", spec)]
-
-
-def recoveries(run_dir: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(run_dir / FAULTS) if line.get("event") == "recovery"]
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +55,7 @@ def test_killed_in_every_phase_three_ranks_give_the_bits_of_one(alone: Path, tmp
     ended = run("-n", 3, *kills, cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "runs" / "mine", alone)
-    assert [x["source"] for x in recoveries(tmp_path / "runs" / "mine")][:2] == ["a survivor"] * 2
+    assert [x["source"] for x in events(tmp_path / "runs" / "mine", "recovery")][:2] == ["a survivor"] * 2
     assert sorted(ended.out.splitlines()[-3:]) == [f"rank {rank} of 3" for rank in range(3)]
 
 
@@ -70,7 +64,7 @@ def test_what_is_divided_among_ranks_outlives_one_of_them(wrap: str, alone: Path
     kill = faults("kill:rank=1,step=3,phase=backward", "kill:rank=0,step=5,phase=update")
     ended = run("-n", 2, *kill, cwd=tmp_path, says=("--wrap", wrap))
     assert ended.code == 0, ended.err
-    assert len(recoveries(tmp_path / "runs" / "mine")) == 2
+    assert len(events(tmp_path / "runs" / "mine", "recovery")) == 2
     assert_same_run(tmp_path / "runs" / "mine", alone)
 
 
@@ -162,7 +156,7 @@ def test_killed_while_a_step_is_made_again_three_ranks_give_the_bits_of_one(
     ended = run("-n", 3, "--checks.replay-every", 4, cwd=tmp_path, script=script, says=("--wrap", wrap))
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "runs" / "mine", alone)
-    assert len(recoveries(tmp_path / "runs" / "mine")) == 1
+    assert len(events(tmp_path / "runs" / "mine", "recovery")) == 1
     assert len((tmp_path / "attempts").read_text()) == killed + 2  # then it is made twice, by the new rank
 
 
@@ -174,7 +168,7 @@ def test_a_model_from_the_meta_device_is_filled_by_those_who_begin(alone: Path, 
     ended = run("-n", 2, *faults(*kills, *resizes, slowly), cwd=tmp_path, says=("--wrap", "meta"))
     assert ended.code == 0, ended.err
     assert_same_run(tmp_path / "runs" / "mine", alone)
-    found = [x["source"] for x in recoveries(tmp_path / "runs" / "mine")]
+    found = [x["source"] for x in events(tmp_path / "runs" / "mine", "recovery")]
     assert found[:2] == ["the beginning", "the snapshot"]
 
 
@@ -240,7 +234,7 @@ def test_an_error_of_a_disk_costs_a_step_and_exit_hooks_run(tmp_path: Path) -> N
     script.write_text(UNLUCKY)
     ended = run("-n", 2, cwd=tmp_path, script=script)
     assert ended.code == 0, ended.err
-    assert "Stale file handle" in ended.err and len(recoveries(tmp_path / "runs" / "mine")) == 1
+    assert "Stale file handle" in ended.err and len(events(tmp_path / "runs" / "mine", "recovery")) == 1
     assert {path.name for path in tmp_path.glob("exit-*")} == {"exit-0", "exit-1"}
 
 

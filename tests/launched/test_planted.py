@@ -5,7 +5,6 @@ Faults last long against a step, so that a busy machine does not matter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 import pytest
 
 from instep.elastic.faults import Fault
-from instep.record.directory import SUMMARY
 from tests.lab import two_hosts
-from tests.launched.command import started_warm, train
+from tests.launched.command import started_warm, summary, train
 
 STEPS = 12
 SLEEP_S = 0.4  # a step has some 0.02, and several times that on a busy machine
@@ -28,16 +26,12 @@ OVER_LINK = (
 )
 
 
-def summed_up(path: Path) -> dict[str, Any]:
-    return json.loads((path / SUMMARY).read_text())
-
-
 def run(recipe: Sequence[str], faults: Sequence[Fault], path: Path) -> tuple[list[str], dict[str, Any]]:
     """A run on two ranks: the lines that it ends with, and its figures."""
     words = [f"--fault={fault}" for fault in faults]
     ended = train(*recipe, "--steps", STEPS, *words, "-n", 2, "--run-dir", "run", cwd=path)
     assert ended.code == 0, ended.err
-    return ended.out.splitlines(), summed_up(path / "run")
+    return ended.out.splitlines(), summary(path / "run")
 
 
 def on_two_hosts(recipe: Sequence[str], path: Path, *flags: object, rate: str) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def on_two_hosts(recipe: Sequence[str], path: Path, *flags: object, rate: str) -
         for command in commands:
             _, err = command.communicate()
             assert command.returncode == 0, err
-    return summed_up(path / "run")
+    return summary(path / "run")
 
 
 @pytest.mark.parametrize(
