@@ -36,8 +36,10 @@ def test_no_later_exchange_is_paired_with_one_that_was_interrupted(
         with pytest.raises(PeerLost, match="rank 0 was interrupted during the exchange of bucket 0"):
             train(model)
     else:
-        with pytest.raises(PeerLost, match=r"a rank left the exchange of bucket 0: .* then the backend said"):
-            train(model, steps=2)  # all of the first exchange may have come by then
+        # All of the first exchange may have come by then. gloo does not end the wait for a message begun.
+        with pytest.raises(PeerLost, match=r"^after .*: .* left the exchange of bucket 0: ") as lost:
+            train(model, steps=2)
+        assert "then the backend said" in str(lost.value) or lost.value.ranks == (0,)
     with pytest.raises(PeerLost, match=r"This group is lost: .* wrap model.module"):
         train(model)
     model.close()
