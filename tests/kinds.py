@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import instep
-from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.shard.shard_groups import shard_group_of
 from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
 from tests.parity import LeafStep, filled, numbers, world_of_one
 from tests.shard.trained import assert_same
+from tests.training_state import training_state
 from tests.world import world
 
 WIDTH, NUM_LEAVES = 72, 5
@@ -242,7 +242,7 @@ class State:
 
 def state_of(model: Any, optimizer: Optimizer) -> State:
     """A copy. Collective."""
-    state = TrainingState(model, optimizer)
+    state = training_state(model, optimizer)
     digest = ""
     if state.is_divided or not state.group.rank:
         digest = SharedHash(state.group).digests(state.owned(state.hashed()), 0)[0]

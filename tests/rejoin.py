@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from instep.checkpoint.load import restore
 from instep.checkpoint.manifest import Json, canonical
-from instep.checkpoint.state import TrainingState, merged
+from instep.checkpoint.state import merged
 from instep.mesh.axes import resolve
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, no_store
 from instep.net.store import backend_timeout
@@ -31,6 +31,7 @@ from instep.state.shards import without_ties
 from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
 from tests.kinds import Program
 from tests.parity import fill, filled, world_of_one
+from tests.training_state import training_state
 from tests.world import raw_groups
 
 
@@ -93,7 +94,7 @@ class Rejoined:
         if not kept:
             offered(self.model).fill()
             return
-        state = TrainingState(self.model, self.optimizer)
+        state = training_state(self.model, self.optimizer)
         readers = {str(i): each for i, each in enumerate(kept)}
         rows = {place: shards_from_json(each.rows) for place, each in readers.items()}
         source = Source(assemble(rows), readers, kept[0].ties)
@@ -106,7 +107,7 @@ class Rejoined:
 
     def keep(self) -> Kept | None:
         """What this rank writes of the state; None if others write all of it."""
-        state = TrainingState(self.model, self.optimizer)
+        state = training_state(self.model, self.optimizer)
         if not state.is_divided and self.mesh.rank:
             return None
         shards = without_ties(state.owned(), state.ties())
@@ -116,7 +117,7 @@ class Rejoined:
 
     def sha256(self) -> str | None:
         """Of the state; None on a rank that has no part of it."""
-        state = TrainingState(self.model, self.optimizer)
+        state = training_state(self.model, self.optimizer)
         if not state.is_divided and self.mesh.rank:
             return None
         return SharedHash(state.group).digests(state.owned(state.hashed()), self.step)[0]

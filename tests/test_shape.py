@@ -205,7 +205,7 @@ ONE_USER = {
     "instep/bench/collectives_rank.py",
     "instep/bench/pipeline_rank.py",
     "instep/bench/memory_usage.py",
-    "instep/checkpoint/moments.py",
+    "instep/checkpoint/saved_optimizers.py",
     "instep/cli/run.py",
     "instep/comm/butterfly.py",
     "instep/comm/naive.py",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import instep
 from benchmarks.gpu.part import Part, main
-from instep.checkpoint.state import TrainingState
+from instep.checkpoint.registered import Registered
 from instep.launch.launch import RankFailed, launch
 from instep.mesh import deterministic
 from instep.models.config import GPTConfig
@@ -96,7 +96,7 @@ def train(name: str, setting: Setting) -> str:
         instep.clip_grad_norm_(model.parameters(), 1.0)
         (model if is_server else optimizer).step()
         optimizer.zero_grad()
-    state = TrainingState(model.module if is_server else model, optimizer)
+    state = Registered({"model": model.module if is_server else model, "optimizer": optimizer}).state()
     digest = SharedHash(state.group).digests(state.owned(state.hashed()), len(setting.tokens))[0]
     if isinstance(optimizer, instep.ShardedOptimizer):
         optimizer.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import instep
-from instep.checkpoint.state import TrainingState
+from instep.checkpoint.registered import Registered
 from instep.launch.launch import launch
 from instep.recipes.text import (
     learning_rate,
@@ -45,7 +45,7 @@ def train(config: Config, path: Path) -> None:
             group["lr"] = learning_rate(config.optim, step, config.steps)
         server.step()
     if server.is_server:
-        state = TrainingState(net, optimizer)
+        state = Registered({"model": net, "optimizer": optimizer}).state()
         path.write_text(SharedHash(state.group).digests(state.owned(state.hashed()), config.steps)[0])
     server.close()
     mesh.close()

@@ -37,7 +37,7 @@ from instep.bench.memory_usage import memory_usage
 from instep.bench.tables import publish
 from instep.bench.variants import SHARD_STAGES, ShardStage, full_model, sharded_model
 from instep.bench.worlds import World, on_ranks
-from instep.checkpoint.state import TrainingState
+from instep.checkpoint.registered import Registered
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.models.config import GPTConfig, num_parameters
 from instep.plan.memory_estimate import formula
@@ -101,7 +101,7 @@ def train(world: World, task: dict[str, Any]) -> dict[str, Any]:
     world.barrier()
     now = resident_memory()
     world.barrier()  # what is hashed from here on takes memory of its own
-    state = TrainingState(model, optimizer)
+    state = Registered({"model": model, "optimizer": optimizer}).state()
     digest, _ = SharedHash(state.group).digests(state.owned(state.hashed()), STEPS)
     return {
         "held": asdict(counted),

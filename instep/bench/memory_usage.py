@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.state.homes import JoinedOptimizers, homes, offered
+from instep.state.homes import homes, offered
 from instep.timeline.intervals import union_ns as covered
 
 Ranges = dict[torch.device, list[tuple[int, int]]]  # first address and the one after the last
@@ -45,9 +45,7 @@ class MemoryUsage:
         return self.parameters + self.gradients + self.optimizer
 
 
-def memory_usage(
-    module: nn.Module, optimizer: Optimizer | JoinedOptimizers | None = None, model: Any = None
-) -> MemoryUsage:
+def memory_usage(module: nn.Module, optimizer: Optimizer | None = None, model: Any = None) -> MemoryUsage:
     """What this rank holds to train ``module`` with ``optimizer``, wrapped as ``model``. No communication.
 
     Gradients outside of buckets count while they are there: before ``zero_grad``.

@@ -28,7 +28,7 @@ from instep.checkpoint import contract, files
 from instep.checkpoint import save as saving
 from instep.checkpoint.load import Found, newest, open_source, restore_found
 from instep.checkpoint.manifest import Json, Scalar, differences, parse
-from instep.checkpoint.registered import Registered, RegisteredState
+from instep.checkpoint.registered import Registered, TrainingState
 from instep.checkpoint.send import send_shards
 from instep.errors import CheckpointRejected
 from instep.net.agree import all_or_none, all_tell, raise_on_all
@@ -297,7 +297,7 @@ def _numerical(model: nn.Module) -> dict[str, Scalar]:
     return contract.describe(config={}, threads=torch.get_num_threads(), device=str(first.device))
 
 
-def _require_hash(found: Found, state: RegisteredState) -> str:
+def _require_hash(found: Found, state: TrainingState) -> str:
     """The hash of ``state``, or raise unless it has become what was saved; "" of a part, which has none."""
     if not state.is_all_of(found.manifest.extra["optimizer"]):
         return ""

@@ -1,12 +1,13 @@
-"""The state of training as this rank holds it: a module and its optimizer as shards and JSON, and back.
+"""The state of training as this rank holds it: all registered objects as shards and JSON, and back.
 
 torch numbers an optimizer's parameters in the order of its groups, so a state saved by index goes to the
 wrong parameters, without an error, after layers changed places. Here everything goes by the parameter's name:
 
-    shards    "model:block.0.weight", "optimizer:exp_avg/block.0.weight", and, where a hyper-parameter is
-              a tensor, "optimizer:param_groups.0/lr"
+    shards    "model:block.0.weight", "optimizer:exp_avg/block.0.weight", "object:ema/shadow/w", and, where a
+              hyper-parameter is a tensor, "optimizer:param_groups.0/lr"
     JSON      {"class": "AdamW", "groups": [{"parameters": [...], "options": {"lr": 0.001, ...}}],
-               "scalars": {"key/block.0.weight": ...}}
+               "scalars": {"key/block.0.weight": ...}, "objects": {"plan": {"last_epoch": 7, ...}},
+               "declared_steps": {"model": 7}}
 
 It is the same object whether the state is divided or not: where every rank has all of it, the shards are
 whole tensors that all ranks hold, and the group that has to come together for it is this rank alone.
@@ -19,84 +20,70 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from instep.checkpoint import module_state, moments, tensors
+from instep.checkpoint import module_state, saved_optimizers, tensors
+from instep.checkpoint.listed import Listed, modules
 from instep.checkpoint.manifest import Json, require_json
-from instep.checkpoint.tensors import Layout
 from instep.errors import CheckpointRejected
 from instep.net.process_group import Group, alone
 from instep.shard.fully import gathered
+from instep.state.hash import tensor_digest
 from instep.state.homes import (
     DividedOptimizer,
     Home,
-    JoinedOptimizers,
     ParameterShard,
-    Wrapped,
     holders,
     home,
     homes,
-    not_compiled,
-    offered,
+    joined,
     outermost,
     shape_of,
-    undivided,
-    unwrapped,
 )
-from instep.state.shards import MODEL, OPTIMIZER, Order, Shard, held_shape, owned
+from instep.state.objects import put_together, tensors_of
+from instep.state.shards import MODEL, OBJECT, OPTIMIZER, Order, Shard, held_shape, owned
 from instep.state.stored import Source
 
-MAX_NUMBER = 2**1023  # an integer of JSON can be longer than a float
-OPTIONS = "param_groups."
-BESIDE = {"objects": dict, "declared_steps": dict}  # of a registered state, beside its optimizers
+if TYPE_CHECKING:
+    from instep.checkpoint.registered import Registered
+
+AFTER_ALL = 1 << 40  # places in the hash: parameters, buffers and moments come before tensors of objects
 
 
 class TrainingState:
-    """What ``model`` and ``optimizer`` carry from step to step.
+    """What all that is ``registered`` carries from step to step.
 
-    ``everyone`` are the ranks that train together, by default those that ``model`` is wrapped for; ``group``
-    those that have to come together for all of the state: everyone where it is divided (``is_divided``), else
-    this rank alone. ``is_complete`` says whether this rank alone has everything. Of several models, several
-    optimizers and other objects see ``checkpoint/registered.py``.
+    ``everyone`` are the ranks that train together, by default those that the models are wrapped for;
+    ``group`` those that have to come together for all of the state: everyone where it is divided
+    (``is_divided``), else this rank alone. ``is_for_use``: models alone, to be read from any state.
 
-    It may be kept while the parameters, the optimizer's groups and the wrapper stay the same; values and
+    It may be kept while the parameters, the optimizers' groups and the wrappers stay the same; values and
     moments are looked at anew in each call.
-
-    Raises:
-        ValueError: ``optimizer`` has a parameter that ``model`` does not have.
     """
 
-    def __init__(
-        self, model: Any, optimizer: Optimizer | JoinedOptimizers | None = None, group: Group | None = None
-    ) -> None:
-        wrapped = offered(model := not_compiled(model))
-        self.module = wrapped.module if isinstance(wrapped, Wrapped) else unwrapped(model)
-        self.optimizer = optimizer
-        self._wrapped: Wrapped | None = wrapped
+    def __init__(self, registered: Registered, group: Group | None = None) -> None:
+        self.module, self.is_for_use = registered.root, False
+        self.optimizers = list(registered.optimizers.values())
+        self._registered = registered
         self._parameters = dict(self.module.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._homes: list[Home] = homes(self._parameters.values())
+        self._places = {name: place for place, name in enumerate(registered.others, start=AFTER_ALL)}
         self._stepping: dict[int, tuple[int, ...]] = {}  # which ranks, by the identity of a parameter
-        self.steps: DividedOptimizer | None = None if optimizer is None else offered(optimizer)
-        divided = [self.steps.group] if self.steps is not None else []
-        divided += [there.group for there in self._homes]
+        self.steps: DividedOptimizer = joined(self.optimizers)
+        divided = [its for its in (self.steps.group, *(x.group for x in self._homes)) if its.size > 1]
         shard_group = max(divided, key=lambda found: found.size, default=None)
-        if optimizer is not None:
-            _parameter_names(self.module, optimizer)
-            if isinstance(optimizer, Optimizer):
-                self.steps = self.steps or undivided(optimizer)
         self.everyone = self._find_everyone(group, shard_group)
-        self.is_divided = shard_group is not None and shard_group.size > 1
+        self.is_divided = shard_group is not None
         self.group = self.everyone if self.is_divided else _alone(self.everyone)
         self._every = tuple(range(self.everyone.size))
+        self._listed = Listed(self.module, list(self._parameters.values()), self._homes, self.steps)
 
     def _find_everyone(self, group: Group | None, shard_group: Group | None) -> Group:
-        if group is None and self._wrapped is not None:
-            group = self._wrapped.group
+        group = group or next((wrapped.group for wrapped in self._registered.wrapped()), None)
         if group is None:
             group = max((x.everyone for x in self._homes), key=lambda x: x.size, default=None)
         if shard_group is not None and (group is None or group.size <= shard_group.size):
@@ -105,9 +92,7 @@ class TrainingState:
 
     def require_all_replicas(self) -> None:
         """Raise ``ValueError`` where this rank knows of one shard group of several, which all would write."""
-        if self.steps is None or self.steps.num_replicas == 1 or not self.is_divided:
-            return
-        if self.everyone.size == self.steps.group.size:
+        if self.steps.num_replicas > 1 and self.is_divided and self.everyone.size == self.steps.group.size:
             raise ValueError(
                 f"{self.steps.num_replicas} shard groups of {self.steps.group.size} ranks have the "
                 "optimizer's state, and the module does not know that the others exist: pass the "
@@ -117,9 +102,9 @@ class TrainingState:
     def shards(self) -> list[Shard]:
         """What this rank holds: live memory, without communication.
 
-        Parameters, persistent buffers and moments in the order of the hash, then what else a state dict has,
-        and options of the optimizer that are tensors. What is one number for a parameter (a count of steps)
-        is with every shard of it.
+        Parameters, persistent buffers, moments and tensors of objects in the order of the hash, then what
+        else a state dict has, and options of optimizers that are tensors. What is one number for a parameter
+        (a count of steps) is with every shard of it.
 
         Raises:
             ValueError: the module keeps something that is neither data nor a tensor, or changes a shard.
@@ -128,6 +113,10 @@ class TrainingState:
 
     def hashed(self) -> list[Shard]:
         """Of what this rank holds, what the state's hash is over, in its order."""
+        found = self._registered.object_tensors()
+        return [*self._listed.get(self._list), *(self._of_object(x, found[x]) for x in self._ordered(found))]
+
+    def _list(self) -> list[Shard]:
         buffers = module_state.buffers(self.module)
         return [*self._model(buffers), *self._moments(len(self._parameters) + len(buffers))]
 
@@ -139,7 +128,7 @@ class TrainingState:
     @property
     def goes_with_its_group(self) -> bool:
         """Whether some of it is gone, on a rank alone too, when wrappers and optimizers leave their group."""
-        return any(not there.resident for there in self._homes) or bool(self.steps and self.steps.homes)
+        return any(not there.resident for there in self._homes) or bool(self.steps.homes)
 
     def owned(self, shards: Iterable[Shard] | None = None) -> list[Shard]:
         """What this rank writes of ``shards``, by default of all that it holds, for ``group``.
@@ -156,32 +145,39 @@ class TrainingState:
     def _parameter_of(self, shard: Shard) -> str | None:
         """The name of the parameter that it belongs to, of which all holders have the same bits."""
         if shard.name.startswith(OPTIMIZER):
-            return None if shard.order is None else moments.split(shard.name.removeprefix(OPTIMIZER))[1]
+            return (
+                None if shard.order is None else saved_optimizers.split(shard.name.removeprefix(OPTIMIZER))[1]
+            )
         name = shard.name.removeprefix(MODEL)
         return name if name in self._parameters else None
 
     def options(self) -> Json:
-        """What of the optimizer is no tensor, as this rank knows it (see ``merged``); None without one.
+        """What of it is no tensor, as this rank knows it (see ``merged``).
 
         Raises:
             ValueError: JSON cannot carry it.
         """
-        if self.optimizer is None or self.steps is None:
-            return None
         for local in self.steps.locals:
-            _require_state_by_parameter(local)
+            saved_optimizers.require_by_parameter(local)
         found = {
-            "class": _classes(self.steps),
-            "groups": _optimizer_groups(self.module, self.optimizer),
+            "class": saved_optimizers.classes(self.steps),
+            "groups": [saved_optimizers.group_to_json(group, self._names) for group in self._groups],
             "scalars": {
-                f"{_plain(key)}/{self._names[id(x.parameter)]}": value
+                f"{saved_optimizers.plain(key)}/{self._names[id(x.parameter)]}": value
                 for x in self.steps.held.values()
                 for key, value in self.steps.state_of(x).items()
                 if not isinstance(value, Tensor)
             },
+            "objects": self._registered.objects_to_json(),
+            "declared_steps": self._registered.declared_steps(),
         }
-        require_json("optimizer", found)
+        require_json("state", found)
         return found
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, as they are now."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def ties(self) -> dict[str, str]:
         """The further names of parameters and buffers in the state dict, each with the first one."""
@@ -208,44 +204,62 @@ class TrainingState:
         """What this rank is to hold of the state in ``source``, in memory of its own; nothing is changed.
 
         Raises:
-            CheckpointRejected: it is of another model or optimizer, or cannot be read.
+            CheckpointRejected: it is of other models, optimizers or objects, or cannot be read.
         """
+        saved_optimizers.require_form(options)
+        bodies = {} if self.is_for_use else self._require_objects(source, options)
         firsts = self._firsts_in(source)
         self._require_model(source, firsts)
-        if self.optimizer is not None:
-            if options is None:
-                raise CheckpointRejected(
-                    "expected the state of an optimizer, got none: load without an optimizer"
-                )
-            self._require_optimizer(options, source.layout(OPTIMIZER))
+        if self.optimizers:
+            saved_optimizers.require_saved(
+                self.steps, self._groups, self._parameters, self._names, options, source.layout(OPTIMIZER)
+            )
         buffers = module_state.buffers(self.module)
         wanted = list(self._model(buffers))
-        if self.optimizer is not None:
+        if self.optimizers:
             wanted += self._moments_in(source, len(self._parameters) + len(buffers))
         found = [*(_read(source, shard, firsts) for shard in wanted), *self._beside_in(source)]
-        self._given(_values(found))  # or it is rejected before any change
-        return found
+        names = [full.removeprefix(OBJECT) for full in source.tensors if bodies and full.startswith(OBJECT)]
+        values = {name: source.read_whole(OBJECT + name) for name in names}
+        # Or it is rejected before any change.
+        self._given(_values(found))
+        for name, body in bodies.items():
+            put_together(name, body, values)
+        return [*found, *(self._of_object(name, values[name]) for name in self._ordered(values))]
 
     def is_all_of(self, options: Json) -> bool:
-        """Whether a state that was saved with ``options`` is no more than this one: its hash is over this."""
-        return self.optimizer is not None or options is None
+        """Whether a state that was saved with ``options`` is no more than this one: its hash is over this.
+
+        What is read to go on from is all of it: ``read`` refuses what is more than this.
+        """
+        saved_optimizers.require_form(options)
+        return not (self.is_for_use and (options["groups"] or options["objects"]))
 
     def put(self, values: Sequence[Shard], options: Json) -> None:
-        """Take over what ``read`` has given, in place. Collective over ``group``."""
+        """Take over what ``read`` has given, in place: models, optimizers, then each object, in the order of
+        registration. Collective over ``group``."""
         self._put_model(_values(values))
-        if self.optimizer is not None:
-            self._put_optimizer([x for x in values if x.name.startswith(OPTIMIZER)], options)
+        if self.optimizers:
+            self._put_optimizers([x for x in values if x.name.startswith(OPTIMIZER)], options)
         self.group.barrier("the loading of a state")
-
-    def counters(self) -> dict[str, Any]:
-        """What counts the declared steps of each model, by its name, where a wrapper does."""
-        counter = None if self._wrapped is None else self._wrapped.counter
-        return {} if counter is None else {"model": counter}
+        given = {x.name.removeprefix(OBJECT): x.tensor for x in values if x.name.startswith(OBJECT)}
+        live = self._registered.object_tensors()
+        for name, x in self._registered.others.items():
+            body = options["objects"][name]
+            found = {
+                full: given[full].to(live[full].device if full in live else self._device(kind))
+                for full, kind in tensors_of(body)
+            }
+            try:
+                x.load_state_dict(put_together(name, body, found))
+            except Exception as error:
+                error.add_note(f"in load_state_dict() of the registered object {name!r}")
+                raise
 
     def resume_at(self, step: int, options: Json) -> None:
         """Random numbers are keyed by the number of a declared step: count on from where a state with
         ``options`` was saved, or from ``step`` where nothing counted."""
-        counters, counted = self.counters(), (options or {}).get("declared_steps", {})
+        counters, counted = self._registered.counters(), options["declared_steps"]
         if len(counters) == len(counted) == 1:
             counted = dict.fromkeys(counters, *counted.values())
         for name, counter in counters.items():
@@ -254,8 +268,9 @@ class TrainingState:
     def settled(self) -> None:
         """All ranks have compared the hash of this state. Of a divided one that is each shard once, and not
         what several shard groups hold alike."""
-        if self._wrapped is not None and not self.is_divided:
-            self._wrapped.settled()
+        for wrapped in self._registered.wrapped():
+            if not self.is_divided:
+                wrapped.settled()
 
     def _model(self, buffers: Mapping[str, Tensor]) -> Iterator[Shard]:
         held = {id(x.parameter): x for there in self._homes for x in there.held}
@@ -306,29 +321,26 @@ class TrainingState:
         return holders(there, parameter, there.slices_with(parameter), self.everyone)
 
     def _moments(self, first: int) -> Iterator[Shard]:
-        if self.steps is None:
-            return
         kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
         for place, name in enumerate(self._parameters, start=first):
             if (x := kept.get(name)) is None:
                 continue
             state = self.steps.state_of(x)
             for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
-                full = f"{OPTIMIZER}{_plain(key)}/{name}"
+                full = f"{OPTIMIZER}{saved_optimizers.plain(key)}/{name}"
                 yield self._moment(full, x, state[key], (place, key))
 
     def _moments_in(self, source: Source, first: int) -> Iterator[Shard]:
         """What is to be here of the moments and tensor options in ``source``; without values."""
-        assert self.steps is not None
         kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
         places = {name: place for place, name in enumerate(self._parameters, start=first)}
         unstepped = {n for n, p in self._parameters.items() if not (p.requires_grad or self._stepped_in(p))}
         for full, stored in source.tensors.items():
             if not full.startswith(OPTIMIZER):
                 continue
-            key, name = moments.split(full.removeprefix(OPTIMIZER))
+            key, name = saved_optimizers.split(full.removeprefix(OPTIMIZER))
             nothing = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            if key.startswith(OPTIONS):
+            if key.startswith(saved_optimizers.OPTIONS):
                 yield Shard.whole(full, nothing, tuple(range(self.everyone.size)), None)
             elif (x := kept.get(name)) is not None:
                 is_moment = stored.shape == tuple(x.shape) and stored.shape
@@ -354,8 +366,7 @@ class TrainingState:
     @cached_property
     def _step_homes(self) -> dict[int, Home]:
         """By the identity of a parameter; of two, that which an optimizer has made of the one it lives in."""
-        lived_in = () if self.steps is None else self.steps.homes
-        every = [(p, there) for there in lived_in for p in there.parameters]
+        every = [(p, there) for there in self.steps.homes for p in there.parameters]
         return {id(p): there for p, there in sorted(every, key=lambda x: home(x[0]) is not x[1])}
 
     def _of_parameter(
@@ -379,10 +390,12 @@ class TrainingState:
         return self._stepping[id(parameter)]
 
     def _options(self) -> Iterator[Shard]:
-        for index, group in enumerate(self.optimizer.param_groups if self.optimizer else ()):
+        for index, group in enumerate(self._groups):
             for key, value in group.items():
                 if isinstance(value, Tensor):
-                    yield Shard.whole(OPTIMIZER + _option(index, key), value, self._every, None)
+                    yield Shard.whole(
+                        OPTIMIZER + saved_optimizers.option(index, key), value, self._every, None
+                    )
 
     def _put_model(self, values: Mapping[str, Tensor]) -> None:
         """Weights and buffers, in the memory that they have, and what the module loads by itself."""
@@ -418,20 +431,19 @@ class TrainingState:
         devices = (p.device for p in self.module.parameters())
         return next((device for device in devices if device.type == kind), torch.device("cpu"))
 
-    def _put_optimizer(self, values: Sequence[Shard], options: Json) -> None:
+    def _put_optimizers(self, values: Sequence[Shard], options: Json) -> None:
         """Options come from the saved state too, as in ``Optimizer.load_state_dict``; moments keep the dtype
         they were saved in, where torch would cast them to that of the parameter."""
-        assert self.optimizer is not None and self.steps is not None
         numbers = {self._names[id(x.parameter)]: i for i, x in self.steps.held.items()}
         states: dict[int, dict[str, Any]] = {i: {} for i in self.steps.held}
         given: dict[str, Tensor] = {}
         for full, value in options["scalars"].items():
-            key, name = moments.split(full)
+            key, name = saved_optimizers.split(full)
             if name in numbers:
                 states[numbers[name]][key] = value
         for shard in values:
-            key, name = moments.split(shard.name.removeprefix(OPTIMIZER))
-            if key.startswith(OPTIONS):
+            key, name = saved_optimizers.split(shard.name.removeprefix(OPTIMIZER))
+            if key.startswith(saved_optimizers.OPTIONS):
                 given[f"{key}/{name}"] = shard.tensor
             else:
                 x = self.steps.held[numbers[name]]
@@ -439,9 +451,9 @@ class TrainingState:
                 if shard.shape == tuple(x.shape):  # a moment
                     value = x.part_of(value) if shard.is_whole else value.view(x.held_shape)
                 states[numbers[name]][key] = value
-        self.steps.load(states, list(_saved_groups(self.optimizer, given, options)))
+        self.steps.load(states, list(saved_optimizers.saved_groups(self._groups, given, options)))
         for number, state in states.items():
-            moments.keep_dtypes(self.steps.state_of(self.steps.held[number]), state)
+            saved_optimizers.keep_dtypes(self.steps.state_of(self.steps.held[number]), state)
 
     def _firsts_in(self, source: Source) -> dict[str, str]:
         """What ``source`` calls each tensor of the state dict, which may be tied here, there, or in both."""
@@ -468,53 +480,82 @@ class TrainingState:
                 expected[value] = ((), torch.uint8)  # of which it is said to be missing
         tensors.require_layout(found, expected, {**dict.fromkeys(beside, ""), **firsts})
 
-    def _require_optimizer(self, options: Json, layout: Layout) -> None:
-        """CheckpointRejected unless the optimizer has the saved class, groups, parameter names, kinds of
-        options, and moments of these shapes."""
-        assert self.optimizer is not None and self.steps is not None
-        names = _parameter_names(self.module, self.optimizer)
-        if not _is_saved_optimizer(options):
+    def _require_objects(self, source: Source, options: Json) -> dict[str, Json]:
+        """The JSON of each object, or CheckpointRejected if this is a state of others."""
+        bodies = options["objects"]
+        _require_names(bodies, self._registered.others)
+        if options["groups"] and not self.optimizers:
             raise CheckpointRejected(
-                "expected class, groups and scalars of an optimizer: take another checkpoint"
+                f"the saved state has an optimizer ({options['class'][:80]}), and none is given: pass "
+                "optimizer=..., or only the models, to use them"
             )
-        if _classes(self.steps) != options["class"]:
+        try:
+            require_json("the state of registered objects", bodies)  # which bounds its depth
+        except ValueError as error:
+            raise CheckpointRejected(f"{error}: take another checkpoint") from error
+        needed = {full for body in bodies.values() for full, _ in tensors_of(body)}
+        there = {full.removeprefix(OBJECT) for full in source.tensors if full.startswith(OBJECT)}
+        if needed != there:
             raise CheckpointRejected(
-                f"expected the optimizer of the checkpoint, {options['class'][:80]}, got "
-                f"{_classes(self.steps)}: build that one, or load without an optimizer"
+                f"tensors of registered objects: expected those that their state names, got other ones: "
+                f"{min(needed ^ there)[:80]!r} is in one of the two: take another checkpoint"
             )
-        saved = [set(group["parameters"]) for group in options["groups"]]
-        now = [{names[p] for p in group["params"]} for group in self.optimizer.param_groups]
-        if len(saved) != len(now):
-            raise CheckpointRejected(
-                f"expected {len(saved)} parameter groups, got {len(now)}: build the saved ones"
-            )
-        for index, (before, after) in enumerate(zip(saved, now, strict=True)):
-            if before != after:
-                first = min(before ^ after)
-                side = "the checkpoint" if first in before else "this optimizer"
-                raise CheckpointRejected(
-                    f"parameter group {index}: expected {len(before)} parameters, got {len(after)}: only "
-                    f"{side} has {first!r}: build the groups that the checkpoint was made with"
-                )
-            group = self.optimizer.param_groups[index]
-            _require_options(index, group, options["groups"][index]["options"])
-        parameters = {name: parameter for parameter, name in names.items()}
-        by_group = [local for local in self.steps.locals for _ in local.param_groups]
-        moments.require_sound(by_group, now, parameters, layout, options["scalars"])
+        return dict(bodies)
+
+    def _of_object(self, name: str, x: Tensor) -> Shard:
+        return Shard.whole(OBJECT + name, x, self._every, (self._place(name), name))
+
+    def _place(self, name: str) -> int:
+        """That of the object in the hash, of which ``name`` is a tensor."""
+        return self._places[name.partition("/")[0]]
+
+    def _ordered(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: (self._place(name), name))
+
+    def mark(self) -> StateMark:
+        """Another one after this state has been written to on this rank. No communication.
+
+        For whether a step that was broken off has left all as it was: that a survivor has made one of two
+        updates shows here. Optimizers are seen by their steps, as fused ones write past torch's count of
+        writes; options by their values; all other tensors by that count, and by where they lie, so what an
+        object makes anew whenever it is asked has always changed; what modules keep beside, by its values.
+        Writes to ``.data`` stay unseen.
+        """
+        buffers = {
+            id(x): x for owner in modules(self.module) for x in owner._buffers.values() if x is not None
+        }
+        live = [x for x in (*self._parameters.values(), *buffers.values()) if id(x) not in self._away]
+        sliced = (x.tensor for there in self._homes for x in there.held)
+        options = [(key, value) for group in self._groups for key, value in group.items() if key != "params"]
+        found = [*live, *sliced, *self._registered.object_tensors().values()]
+        found += [value for _, value in options if isinstance(value, Tensor)]
+        plain = repr([option for option in options if not isinstance(option[1], Tensor)])
+        updates = sorted(self._registered.num_updates.items())
+        beside = [(x.name, tensor_digest(x.tensor)) for x in self.beside()]
+        return StateMark((self._registered.digest(), plain, updates, beside), found)
+
+
+class StateMark:
+    """What a state was at a moment: equal to another of the same tensors, none of them written to since."""
+
+    def __init__(self, known: Any, tensors: Sequence[Tensor]) -> None:
+        self._kept = tensors  # so that nothing else comes to lie where they do
+        self._known = known, [(x.data_ptr(), x._version) for x in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateMark) and self._known == other._known
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def merged(options: Sequence[Json]) -> Json:
-    """What of the optimizer is no tensor, from what each rank says; None without one.
+    """What of the state is no tensor, from what each rank says.
 
     Raises:
         CheckpointRejected: it is not what ``TrainingState.options`` says.
     """
-    if all(each is None for each in options):
-        return None
-    if not all(map(_is_saved_optimizer, options)):
-        raise CheckpointRejected(
-            "expected class, groups and scalars of an optimizer from every rank: take another checkpoint"
-        )
+    for each in options:
+        saved_optimizers.require_form(each)
     scalars = {name: value for each in options for name, value in each["scalars"].items()}
     return {**options[0], "scalars": {name: scalars[name] for name in sorted(scalars)}}
 
@@ -539,112 +580,15 @@ def _alone(group: Group) -> Group:
     return group if group.size == 1 else alone(group.global_rank, group.timeout_s)
 
 
-def _optimizer_groups(model: nn.Module, optimizer: Optimizer | JoinedOptimizers) -> list[Json]:
-    """The groups with their parameters' names and all options that are no tensors."""
-    names = _parameter_names(model, optimizer)
-    return [
-        {
-            "parameters": [names[p] for p in group["params"]],
-            "options": {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)},
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _parameter_names(model: nn.Module, optimizer: Optimizer | JoinedOptimizers) -> dict[Tensor, str]:
-    """The name of each parameter of the optimizer, in the optimizer's order."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in owned:
-        if parameter not in names:
-            raise ValueError(
-                f"expected an optimizer of this model's parameters, got one of shape {list(parameter.shape)} "
-                "that the model does not have: pass the model that the optimizer was made for"
-            )
-    return {parameter: names[parameter] for parameter in owned}
-
-
-def _require_state_by_parameter(optimizer: Optimizer) -> None:
-    """ValueError if it keeps something that belongs to no parameter, which nothing here would carry."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    other: Any = next((key for key in optimizer.state if id(key) not in known), None)
-    if other is None and type(optimizer).state_dict is not Optimizer.state_dict:
-        other = next((key for key in optimizer.state_dict() if key not in ("state", "param_groups")), None)
-    if other is not None:
-        what = f"a tensor of shape {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps state under {what}, which is none of its parameters, and "
-            "would be lost: keep it in a parameter's state, or in an object of its own with state_dict() and "
-            "load_state_dict(), and save that too"
-        )
-
-
-def _plain(key: str) -> str:
-    if "/" in key:
-        raise ValueError(f"expected a name of optimizer state without a slash, got {key!r}")
-    return key
-
-
-def _option(index: int, key: str) -> str:
-    return f"param_groups.{index}/{key}"
-
-
-def _require_options(index: int, current: Mapping[str, object], saved: Mapping[str, Json]) -> None:
-    """Options that are set now must have been of their kind; those a scheduler adds may be any."""
-    for key, value in saved.items():
-        if key in current and not _same_kind(current[key], value):
-            raise CheckpointRejected(
-                f"parameter group {index}: {key}: expected something like {current[key]!r}, got "
-                f"{repr(value)[:80]}: not a state of this optimizer"
-            )
-
-
-def _same_kind(current: object, saved: Json) -> bool:
-    if isinstance(current, tuple):
-        pairs = isinstance(saved, list | tuple) and len(saved) == len(current)
-        return pairs and all(map(_same_kind, current, saved))
-    if isinstance(current, bool):
-        return saved is None or isinstance(saved, bool)
-    if isinstance(current, int | float | Tensor):
-        return isinstance(saved, int | float) and abs(saved) <= MAX_NUMBER
-    if current is None:  # a flag or a number that is left to torch
-        return saved is None or isinstance(saved, int | float)
-    return isinstance(saved, type(current))
-
-
-def _classes(steps: DividedOptimizer) -> str:
-    """The class of each optimizer, in the order of the groups."""
-    return ", ".join(type(local).__name__ for local in steps.locals)
-
-
-def _is_saved_optimizer(rest: Json) -> bool:
-    kinds, found = {"class": str, "groups": list, "scalars": dict}, {}
-    if isinstance(rest, dict):
-        found = {key: type(value) for key, value in rest.items()}
-    if not kinds.items() <= found.items() <= (kinds | BESIDE).items():
-        return False
-    return all(
-        isinstance(group, dict)
-        and {key: type(value) for key, value in group.items()} == {"parameters": list, "options": dict}
-        and all(isinstance(name, str) for name in group["parameters"])
-        for group in rest["groups"]
+def _require_names(saved: Json, now: Mapping[str, object]) -> None:
+    if isinstance(saved, dict) and set(saved) == set(now):
+        return
+    names = sorted(saved) if isinstance(saved, dict) else []
+    missing = ", ".join(repr(name[:80]) for name in names if name not in now)
+    more = ", ".join(repr(name) for name in now if name not in names)
+    said = [f"it has {missing}, which is not given"] * bool(missing)
+    said += [f"{more} is given, which it does not have"] * bool(more)
+    raise CheckpointRejected(
+        f"the saved state has different objects: {'; '.join(said)}: pass the same objects under the same "
+        "names, or only the models, to use them"
     )
-
-
-def _saved_groups(
-    optimizer: Optimizer | JoinedOptimizers, tensors: Mapping[str, Tensor], rest: Json
-) -> Iterator[dict[str, Json]]:
-    """The saved groups in the form that ``load_state_dict`` reads, over this optimizer's parameters."""
-    first = 0
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, rest["groups"], strict=True)):
-        options = {key: _like(group.get(key), value) for key, value in saved["options"].items()}
-        prefix = _option(index, "")
-        options |= {full.removeprefix(prefix): t for full, t in tensors.items() if full.startswith(prefix)}
-        count = len(group["params"])
-        yield {**group, **options, "params": list(range(first, first + count))}
-        first += count
-
-
-def _like(current: object, saved: Json) -> Json:
-    """JSON knows lists only; a tuple, as ``betas`` is one, becomes a tuple again."""
-    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved

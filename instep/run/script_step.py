@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from instep.checkpoint.registered import RegisteredState
+from instep.checkpoint.registered import TrainingState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
 from instep.events import GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
@@ -266,7 +266,7 @@ class StepWork:
 
     def _state_mark(self) -> object:
         state = self.training.state
-        assert isinstance(state, RegisteredState)
+        assert isinstance(state, TrainingState)
         return state.mark()
 
     def _key_generators(self) -> None:

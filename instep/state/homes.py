@@ -317,45 +317,33 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class JoinedOptimizers:
-    """Several optimizers as one: all their groups, in order, and their parameters numbered through.
+def joined(optimizers: Sequence[Optimizer]) -> DividedOptimizer:
+    """The description of several as one: all their groups, in order, and their parameters numbered through.
 
     Each may be divided or not. Together they are divided as the divided ones are.
     """
+    parts: list[DividedOptimizer] = [offered(x) or undivided(x) for x in optimizers]
+    counts = [sum(len(group["params"]) for group in x.param_groups) for x in optimizers]
+    begins = [0, *accumulate(counts)]  # the number of each one's first parameter
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
+    def load(states: Mapping[int, dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+        left = iter(groups)
+        for part, optimizer, (begin, end) in zip(parts, optimizers, pairwise(begins), strict=True):
+            own = {number - begin: state for number, state in states.items() if begin <= number < end}
+            numbered = [
+                {**group, "params": [number - begin for number in group["params"]]}
+                for group in islice(left, len(optimizer.param_groups))
+            ]
+            part.load(own, numbered)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, as they are now."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def __instep_state__(self) -> DividedOptimizer:
-        parts: list[DividedOptimizer] = [offered(x) or undivided(x) for x in self.optimizers]
-        counts = [sum(len(group["params"]) for group in x.param_groups) for x in self.optimizers]
-        begins = [0, *accumulate(counts)]  # the number of each one's first parameter
-
-        def load(states: Mapping[int, dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-            left = iter(groups)
-            for part, optimizer, (begin, end) in zip(parts, self.optimizers, pairwise(begins), strict=True):
-                own = {number - begin: state for number, state in states.items() if begin <= number < end}
-                numbered = [
-                    {**group, "params": [number - begin for number in group["params"]]}
-                    for group in islice(left, len(optimizer.param_groups))
-                ]
-                part.load(own, numbered)
-
-        return DividedOptimizer(
-            group=max((part.group for part in parts), key=lambda group: group.size),
-            locals=tuple(local for part in parts for local in part.locals),
-            held={
-                begin + i: x for begin, part in zip(begins, parts, strict=False) for i, x in part.held.items()
-            },
-            homes=list({id(there): there for part in parts for there in part.homes}.values()),
-            num_replicas=max(part.num_replicas for part in parts),
-            load=load,
-        )
+    return DividedOptimizer(
+        group=max((part.group for part in parts), key=lambda group: group.size, default=alone()),
+        locals=tuple(local for part in parts for local in part.locals),
+        held={begin + i: x for begin, part in zip(begins, parts, strict=False) for i, x in part.held.items()},
+        homes=list({id(there): there for part in parts for there in part.homes}.values()),
+        num_replicas=max((part.num_replicas for part in parts), default=1),
+        load=load,
+    )
 
 
 def offered(x: object) -> Any:

@@ -16,7 +16,6 @@ from torch.optim import SGD
 
 import instep
 from instep.checkpoint.shorthand import load, save
-from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
@@ -25,6 +24,7 @@ from instep.state.hash import SharedHash
 from instep.state.shards import without_ties
 from tests.parity import filled
 from tests.state_oracle import state_digests, state_entries
+from tests.training_state import training_state
 from tests.world import world
 
 LONG = 3 * 4096
@@ -55,7 +55,7 @@ class WithBuffers(nn.Module):
 def test_what_shares_memory_under_two_names_is_stored_once() -> None:
     module = nn.Linear(2, 2)
     module.register_parameter("again", nn.Parameter(module.weight.data))
-    state = TrainingState(module, SGD(module.parameters(), lr=0.1))
+    state = training_state(module, SGD(module.parameters(), lr=0.1))
     assert state.ties() == {"again": "weight"}
     assert [shard.name for shard in without_ties(state.shards(), state.ties())] == [
         "model:weight",
@@ -97,7 +97,7 @@ def test_shard_groups_that_take_turns_hold_one_state(mesh: Mesh) -> None:
     optimizer = ShardedOptimizer(model.parameters(), SGD, mesh["dp"], lr=0.1, momentum=0.9)
     model(torch.ones(LONG)).sum().backward()
     optimizer.step()
-    state = TrainingState(model, optimizer)
+    state = training_state(model, optimizer)
     found, _ = SharedHash(state.group).digests(state.owned(state.hashed()), 1)
     alone = filled(WithBuffers())
     steps = SGD(alone.parameters(), lr=0.1, momentum=0.9)

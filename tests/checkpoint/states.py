@@ -18,6 +18,7 @@ from instep.net.process_group import Group
 from instep.state.shards import MODEL, OPTIMIZER, Shard
 from tests.state_oracle import state_sha256
 
+OPTIONS: dict[str, Any] = {"class": "none", "groups": [], "scalars": {}, "objects": {}, "declared_steps": {}}
 ALONE = Group(None, (0,), 0, 300.0)  # once: it reads files of the system, which are none of the disk's
 
 
@@ -41,8 +42,8 @@ class Named:
         firsts: dict[int, str] = {}
         return {n: firsts[id(x)] for n, x in self.model.items() if firsts.setdefault(id(x), n) != n}
 
-    def options(self) -> None:
-        return None
+    def options(self) -> dict[str, Any]:
+        return OPTIONS
 
     def sha256(self, step: int) -> str:
         """The hash that a checkpoint of it has to have."""

@@ -19,14 +19,14 @@ from instep.checkpoint import background, load
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
 from instep.checkpoint.save import MODEL_FILE
-from instep.checkpoint.state import TrainingState
 from instep.errors import PeerLost
 from instep.net.peers import own_peer
 from instep.net.process_group import Group
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
-from tests.checkpoint.states import all_bits, bits, drafted, layout_of, save_steps, state, whole_step
+from tests.checkpoint.states import OPTIONS, all_bits, bits, drafted, layout_of, save_steps, state, whole_step
 from tests.state_oracle import state_entries, state_sha256
+from tests.training_state import training_state
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
     saver.close()
     assert whole_step(tmp_path) == 7
     assert saver.last == tmp_path / "step-00000007"
-    assert load.verify(saver.last).extra == {"list": [1], "optimizer": None}
+    assert load.verify(saver.last).extra == {"list": [1], "optimizer": OPTIONS}
 
 
 def test_a_directory_that_was_removed_since_does_not_come_back(tmp_path: Path, gate: threading.Event) -> None:
@@ -76,7 +76,7 @@ def test_the_state_hash_is_that_of_the_copy(tmp_path: Path, gate: threading.Even
     now = state_sha256(state_entries(model, optimizer), 2)
     _, draft = drafted(**state(2))
     saver = Saver()
-    saver.save(tmp_path, TrainingState(model, optimizer), draft)
+    saver.save(tmp_path, training_state(model, optimizer), draft)
     train(model, optimizer, range(2, 4))
     gate.set()
     saver.close()

@@ -15,6 +15,7 @@ from instep.checkpoint import save as saving
 from instep.checkpoint.load import open_source, read_tensors, verify
 from instep.mesh.mesh import Mesh
 from instep.state.shards import MODEL, Shard, owned
+from tests.checkpoint.states import OPTIONS
 from tests.state.partitions import RANKS, drawn, entries, shards
 from tests.state_oracle import state_sha256
 from tests.world import world
@@ -38,8 +39,8 @@ class Divided:
     def ties(self) -> dict[str, str]:
         return {}
 
-    def options(self) -> None:
-        return None
+    def options(self) -> object:
+        return OPTIONS
 
 
 @world(RANKS)

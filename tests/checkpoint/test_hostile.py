@@ -30,13 +30,13 @@ from instep.checkpoint.manifest import MAX_BYTES, canonical, parse
 from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
 from instep.checkpoint.shorthand import load as load_newest
 from instep.checkpoint.shorthand import save
-from instep.checkpoint.state import TrainingState
 from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.nets import made, named, train, whole_hash
 from tests.checkpoint.no_pickle import WAYS, Unpickled, forbidden
 from tests.checkpoint.states import all_bits, layout_of, save_steps
+from tests.training_state import training_state
 
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
@@ -348,9 +348,9 @@ def test_saving_loading_and_taking_a_state_from_elsewhere_unpickle_nothing(tmp_p
         save(tmp_path, step=1, model=model, optimizer=optimizer)
         other, fresh = made(1)
         load_newest(tmp_path, model=other, optimizer=fresh)
-        there = Elsewhere.of(TrainingState(other, fresh))
-        assert there.layout() == Elsewhere.of(TrainingState(model, optimizer)).layout()
-        there.restore(TrainingState(*made(2)))
+        there = Elsewhere.of(training_state(other, fresh))
+        assert there.layout() == Elsewhere.of(training_state(model, optimizer)).layout()
+        there.restore(training_state(*made(2)))
         save_steps(tmp_path / "more", 1, 2)
     assert whole_hash(other, fresh) == whole_hash(model, optimizer)
 

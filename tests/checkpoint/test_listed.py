@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from instep.checkpoint.listed import modules
-from instep.checkpoint.registered import Registered, RegisteredState
+from instep.checkpoint.registered import Registered
 from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
@@ -44,7 +44,7 @@ def lies(shards: list[Shard]) -> list[object]:
     return [(x.layout, x.holders, x.tensor.data_ptr(), x.tensor.shape, x.tensor.stride()) for x in shards]
 
 
-def assert_as_new(state: RegisteredState) -> None:
+def assert_as_new(state: TrainingState) -> None:
     held = lies(state.hashed())
     assert held == lies(TrainingState.hashed(state))
     assert lies(state.hashed()) == held

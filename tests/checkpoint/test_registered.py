@@ -21,7 +21,7 @@ from instep.checkpoint.convert import to_safetensors
 from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.send import send_shards
-from instep.checkpoint.state import TrainingState, merged
+from instep.checkpoint.state import merged
 from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
@@ -43,6 +43,7 @@ from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.registry import KINDS, Average, Net, hash_of, train
 from tests.checkpoint.states import all_bits
 from tests.parity import numbers, world_of_one
+from tests.training_state import training_state
 from tests.world import world as make_world
 
 world = partial(make_world, timeout_s=20.0)  # a disk takes its time
@@ -174,7 +175,7 @@ def test_one_model_and_one_optimizer_have_the_state_that_they_have_without_names
     optimizer = AdamW(model.parameters())
     objects = {"model": model, "optimizer": optimizer}
     train(objects, range(1))
-    plain, named = TrainingState(model, optimizer), Registered(objects).state()
+    plain, named = training_state(model, optimizer), Registered(objects).state()
     assert [x.layout for x in named.shards()] == [x.layout for x in plain.shards()]
     assert named.options() == {**plain.options(), "objects": {}, "declared_steps": {"model": 1}}
     named.resume_at(5, {"declared_steps": {}})
@@ -424,9 +425,9 @@ def nested(levels: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.update(objects=[]), "expected class, groups and scalars"),
+        (lambda x: x.update(objects=[]), "expected class, groups, scalars"),
         (lambda x: x.update(objects={"average": {"$what": 1}}), "names, got other ones"),
-        (lambda x: x.update(declared_steps={"model": -1}), "expected numbers of declared steps"),
+        (lambda x: x.update(declared_steps={"model": -1}), "expected class, groups, scalars"),
         (lambda x: x["objects"]["average"].update(best=1), "the state of the object 'average'"),
         (lambda x: x["objects"]["average"].update(best=nested(40)), "at most 32 levels"),
     ],

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from instep.checkpoint.shorthand import save
-from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.shard.optimizer import ShardedOptimizer
@@ -19,6 +18,7 @@ from instep.state.shards import Shard
 from instep.state.stored import assemble, shards_from_json, shards_to_json
 from tests.kinds import KINDS, Program, net
 from tests.parity import filled
+from tests.training_state import training_state
 from tests.world import world
 
 ROWS = {"dp": 2, "shard": 2}
@@ -34,7 +34,7 @@ def test_of_what_shard_groups_hold_alike_each_writes_a_run_and_all_of_them_every
 ) -> None:
     model, optimizer = KINDS[kind].make(filled(net()), mesh)
     PROGRAM.step(model, optimizer, 0)
-    state = TrainingState(model, optimizer)
+    state = training_state(model, optimizer)
     assert state.is_divided
     assert state.group.ranks == state.everyone.ranks == (0, 1, 2, 3)
     held, owned = state.shards(), state.owned()
@@ -48,7 +48,7 @@ def test_of_what_shard_groups_hold_alike_each_writes_a_run_and_all_of_them_every
     assert set(everything) == {row[0] for its in by_rank for row in its}
     sizes = [sum(row.last - row.first for row in its) for its in rows.values()]
     assert max(sizes) - min(sizes) <= len(everything) * BLOCK_ELEMENTS
-    alone = TrainingState(getattr(model, "module", model), optimizer, mesh.data.group)
+    alone = training_state(getattr(model, "module", model), optimizer, mesh.data.group)
     assert alone.group.ranks == state.group.ranks
     assert owned_rows(alone.owned()) == owned_rows(owned)
 

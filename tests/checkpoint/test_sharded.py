@@ -22,7 +22,6 @@ from instep.checkpoint.convert import to_safetensors
 from instep.checkpoint.load import newest, verify
 from instep.checkpoint.manifest import MANIFEST_FILE, canonical
 from instep.checkpoint.shorthand import load, save
-from instep.checkpoint.state import TrainingState
 from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
@@ -30,6 +29,7 @@ from tests.checkpoint.nets import named
 from tests.checkpoint.states import all_bits
 from tests.parity import numbers
 from tests.state_oracle import state_entries, state_sha256
+from tests.training_state import training_state
 from tests.world import world as make_world
 
 world = partial(make_world, timeout_s=20.0)  # a disk takes its time
@@ -249,7 +249,7 @@ def test_the_background_saves_what_was_there_and_not_what_came_after(mesh: Mesh,
     model, optimizer = sharded(mesh, "adamw", 2)
     saver = Saver(timeout_s=20)
     draft = saving.draft(step=2, data_cursor=0, numerical={}, world_size=2)
-    saver.save(tmp_path, TrainingState(model, optimizer), draft)
+    saver.save(tmp_path, training_state(model, optimizer), draft)
     train(model, optimizer, range(2, 4))
     saver.close()
     mesh.world.group.barrier("the test")
@@ -265,7 +265,7 @@ def test_a_save_without_one_of_its_ranks_is_given_up_and_leaves_nothing(
     model, optimizer = sharded(mesh, "adamw", 1)
     saver = Saver(timeout_s=60)
     draft = saving.draft(step=1, data_cursor=0, numerical={}, world_size=2)
-    state = TrainingState(model, optimizer)
+    state = training_state(model, optimizer)
     if mesh.rank == lost:
         saving.plan(state, tmp_path / "step-00000001")  # and no more
     else:

@@ -2,11 +2,11 @@
 
 import torch
 
-from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
 from instep.state.hash import bare
 from tests.state_oracle import state_entries
+from tests.training_state import training_state
 from tests.world import world
 
 
@@ -31,7 +31,7 @@ def test_weights_are_whole_and_moments_in_pieces(mesh: Mesh) -> None:
     trained(model, optimizer)
     trained(plain, whole)
     entries = dict(state_entries(plain, whole))
-    parts = {bare(x.name): x for x in TrainingState(model, optimizer).hashed()}
+    parts = {bare(x.name): x for x in training_state(model, optimizer).hashed()}
     for name, shard in parts.items():
         assert shard.shape == tuple(entries[name].shape)
         assert torch.equal(shard.tensor.reshape(-1), entries[name].reshape(-1)[shard.first : shard.last])
@@ -49,6 +49,6 @@ def test_without_sharding_they_are_the_entries() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trained(model, optimizer)
-    shards = TrainingState(model, optimizer).hashed()
+    shards = training_state(model, optimizer).hashed()
     assert [bare(shard.name) for shard in shards] == [n for n, _ in state_entries(model, optimizer)]
     assert all(shard.is_whole for shard in shards)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.checkpoint.state import TrainingState
 from instep.events import Recorder
 from instep.launch.launch import launch
 from instep.mesh import deterministic
@@ -23,6 +22,7 @@ from instep.replicate.wrapper import DataParallel
 from instep.rng.keys import initialize
 from instep.state.hash import SharedHash
 from tests.state_oracle import state_entries, state_sha256
+from tests.training_state import training_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,7 +94,7 @@ def write_digest_of_a_pipeline(pp: int, path: str) -> None:
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    state = TrainingState(model, optimizer)
+    state = training_state(model, optimizer)
     digest = SharedHash(state.group).digests(state.owned(state.hashed()), 3)[0]
     if mesh.rank == 0:
         with Path(path).open("a") as file:

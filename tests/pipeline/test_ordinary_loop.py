@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instep
-from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh
 from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
 from tests.state_oracle import state_entries, state_sha256
+from tests.training_state import training_state
 from tests.world import world
 
 WIDTH, ROWS, G, STEPS = 8, 4, 6, 3
@@ -92,7 +92,7 @@ class Loop:
                     lambda mb, step=step: data(step, mb)[0],
                 )
             self._end(model, optimizers)
-        state = TrainingState(model, optimizers[0])
+        state = training_state(model, optimizers[0])
         found = SharedHash(state.group).digests(state.owned(state.hashed()), STEPS)[0]
         model.close()
         return found

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import instep
 from instep import events
-from instep.checkpoint.state import TrainingState
 from instep.errors import Desync
 from instep.events import PIPELINE, Event, Timeline
 from instep.mesh.mesh import Mesh
@@ -29,6 +28,7 @@ from instep.step.micro_batches import MicroBatch
 from instep.timeline.stages import pipeline_figures
 from tests.parity import world_of_one
 from tests.state_oracle import state_entries, state_sha256
+from tests.training_state import training_state
 from tests.world import world
 
 G, STEPS, MAX_NORM = 6, 2, 0.1
@@ -100,7 +100,7 @@ def train(model: instep.Pipeline, optimizer: torch.optim.Optimizer) -> list[list
 
 def sha256(model: instep.Pipeline, optimizer: torch.optim.Optimizer) -> str:
     """As every rank finds it."""
-    state = TrainingState(model, optimizer)
+    state = training_state(model, optimizer)
     return SharedHash(state.group).digests(state.owned(state.hashed()), STEPS)[0]
 
 

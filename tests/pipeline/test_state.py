@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import instep
 from instep.bench.memory_usage import memory_usage
-from instep.checkpoint.state import TrainingState
 from instep.mesh.mesh import Mesh, build
 from tests.pipeline.test_runtime import STEPS, G, gpt, of_one_rank, sha256, train, unfilled
+from tests.training_state import training_state
 from tests.world import world
 
 ADAMW = torch.optim.AdamW
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_pat
     replicas = instep.DataParallel(gpt(), process_group=mesh["dp"])
     third = sharded(replicas, mesh["dp"])
     assert instep.load(tmp_path, model=replicas, optimizer=third).step == STEPS
-    state = TrainingState(replicas, third)
+    state = training_state(replicas, third)
     assert len(state.hashed()) > len(list(replicas.parameters()))
     third.close()
     replicas.close()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.checkpoint.registered import RegisteredState
+from instep.checkpoint.state import TrainingState
 from instep.events import GLOBAL_LOSS
 from instep.mesh.mesh import Mesh
 from instep.run import script_loop
@@ -258,7 +258,7 @@ def test_where_no_process_survives_no_state_is_looked_at(
 ) -> None:
     """It would take time in every step."""
     mark = mock.Mock()
-    monkeypatch.setattr(RegisteredState, "mark", mark)
+    monkeypatch.setattr(TrainingState, "mark", mark)
     run = instep.Run(tmp_path / "run")
     assert Loop(run).train(2) == [0, 1]
     assert not mark.called

@@ -17,7 +17,7 @@ from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.shard.checks import stepping_cost
 from instep.shard.layout import newton_schulz, owners
-from instep.state.homes import JoinedOptimizers, offered
+from instep.state.homes import offered
 from tests import kinds
 from tests.kinds import KINDS, LOOPS, STAGES, WIDTH, Program, close
 from tests.parity import filled, numbers, world_of_one
@@ -70,7 +70,10 @@ class Both(Program):
         return model, Pair([first, kind.optimizer(model, mesh, AdamW, vectors, **kinds.FUSED)])
 
 
-class Pair(JoinedOptimizers):
+class Pair:
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.optimizers = optimizers
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()

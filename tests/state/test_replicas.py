@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from instep.checkpoint.state import TrainingState
 from instep.elastic.faults import flip_bit
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
@@ -15,6 +14,7 @@ from instep.state.replicas import Odd, compare_replicas, listed, odd_one_out, ra
 from tests.parity import world_of_one
 from tests.replicate.nets import fused, gpt, text
 from tests.state_oracle import state_entries, state_sha256
+from tests.training_state import training_state
 from tests.world import world
 
 DOWN = "blocks.0.feed_forward.down.weight"
@@ -42,7 +42,7 @@ class Trained:
 
 
 def compare(trained: Trained) -> None:
-    shards = TrainingState(trained.model, trained.optimizer).hashed()
+    shards = training_state(trained.model, trained.optimizer).hashed()
     compare_replicas(shards, trained.done, trained.group)
 
 
