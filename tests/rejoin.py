@@ -7,7 +7,6 @@ kept = joined.keep(); joined.leave()
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from instep.checkpoint.image import StateImage, source_of
 from instep.checkpoint.load import restore
-from instep.checkpoint.manifest import Json, canonical
-from instep.checkpoint.state import merged
 from instep.mesh.axes import resolve
 from instep.mesh.mesh import Mesh, UnrankedMesh, build, no_store
 from instep.net.store import backend_timeout
@@ -28,7 +26,6 @@ from instep.reduce.norm import clip_grad_norm_
 from instep.state.hash import SharedHash
 from instep.state.homes import offered
 from instep.state.shards import without_ties
-from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
 from tests.kinds import Program
 from tests.parity import fill, filled, world_of_one
 from tests.training_state import training_state
@@ -37,17 +34,11 @@ from tests.world import raw_groups
 
 @dataclass
 class Kept:
-    """One rank's part of a state, copied; a place of elements (``state.stored.Reader``)."""
+    """One rank's part of a state, copied."""
 
-    rows: Json
-    ties: Json
-    options: Json
-    values: dict[str, Tensor]
+    image: StateImage
     step: int
     schedule: dict[str, Any]
-
-    def read_into(self, name: str, first: int, out: Tensor) -> None:
-        out.copy_(self.values[name][first : first + out.numel()])
 
 
 class Rejoined:
@@ -95,10 +86,7 @@ class Rejoined:
             offered(self.model).fill()
             return
         state = training_state(self.model, self.optimizer)
-        readers = {str(i): each for i, each in enumerate(kept)}
-        rows = {place: shards_from_json(each.rows) for place, each in readers.items()}
-        source = Source(assemble(rows), readers, kept[0].ties)
-        options = merged([each.options for each in kept])
+        source, options = source_of([each.image for each in kept])
         restore(state, source, options, kept[0].step, None)
         state.settled()
         self.step = kept[0].step
@@ -111,9 +99,8 @@ class Rejoined:
         if not state.is_divided and self.mesh.rank:
             return None
         shards = without_ties(state.owned(), state.ties())
-        described = [shards_to_json(shards), state.ties(), state.options()]
-        values = {x.name: x.tensor.detach().flatten().clone() for x in shards}
-        return Kept(*json.loads(canonical(described)), values, self.step, dict(self.schedule.state_dict()))
+        image = StateImage.of(shards, {"ties": state.ties(), "options": state.options()})
+        return Kept(image, self.step, dict(self.schedule.state_dict()))
 
     def sha256(self) -> str | None:
         """Of the state; None on a rank that has no part of it."""

@@ -7,9 +7,9 @@ A save that reads the live tensors while the next step changes them gives a chec
     [copy]---- training goes on ------ check() raises what went wrong, if anything did
         [hash, write, sync, rename, read back, prune]      one at a time, in a thread
 
-The price is one copy of the state in memory. What fails is raised by the next call, because an error that
-waits for the end of the run is a run without checkpoints. A process that ends in the middle leaves a
-directory that no one takes for a checkpoint.
+The price is one copy of the state in memory: in a supervised run the snapshot of that step, which is there
+anyway. What fails is raised by the next call, because an error that waits for the end of the run is a run
+without checkpoints. A process that ends in the middle leaves a directory that no one takes for a checkpoint.
 
 An interpreter that shuts down under a thread which is inside torch aborts ("exception not rethrown"), and one
 that waits for a disk that hangs never ends. So a save that was not closed is given some seconds at exit, and
@@ -24,29 +24,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from instep import memory
 from instep.checkpoint import files
 from instep.checkpoint import save as saving
+from instep.checkpoint.image import copied, num_bytes
 from instep.checkpoint.manifest import MAX_BYTES, Json, Manifest, canonical, parse_json, require_json
 from instep.errors import PeerLost
 from instep.net.peers import Peer, describe
 from instep.net.process_group import Group
 from instep.state.shards import Shard, State
-from instep.state.stored import ALIGN_BYTES, offsets, views
+from instep.state.stored import ALIGN_BYTES
+
+Copy = Callable[[Sequence[Shard]], Sequence[Shard]]
 
 EXIT_GRACE_S = 10.0
 SLICE_S = 0.2  # of a wait, between two looks whether the save goes on
-
-
-@dataclass(frozen=True)
-class Begun:
-    """How long ``save`` kept its caller: for the save before, and for the copy."""
-
-    waited_s: float
-    copied_s: float
 
 
 class Saver:
@@ -72,20 +67,23 @@ class Saver:
         self.timeout_s = timeout_s
         self._enter, self._beat = enter, beat
         self.last: Path | None = None  # the newest checkpoint that was written and verified
-        self._memory = _Memory()
+        self._memory = memory.allocate(0, ALIGN_BYTES)  # as much as the largest copy needed
         self._flight: _Flight | None = None
 
-    def save(self, directory: Path, state: State, draft: Manifest, keep: int = 3) -> Begun:
+    def save(
+        self, directory: Path, state: State, draft: Manifest, keep: int = 3, copy: Copy | None = None
+    ) -> None:
         """As :func:`instep.checkpoint.save.save`, but return once the tensors are copied. Collective.
+
+        ``copy`` makes the copies, which must stay what they are while ``is_writing``; by default they are in
+        memory of this saver.
 
         All ranks of ``state.group`` have agreed by then on what each writes; the rest needs the file system
         alone, not the ranks' group. Ends at once if this very state is there already. Raises what the save
         before ended with, and then begins nothing; TimeoutError if that has not ended within ``timeout_s``,
         PeerLost as soon as it is seen that a rank is gone which it may be waiting for.
         """
-        began = time.monotonic()
         self._land(self.timeout_s)
-        waited = time.monotonic()
         saving.require_keep(keep)
         directory, step = Path(directory), draft.step
         if state.group.size > 1:
@@ -98,14 +96,26 @@ class Saver:
         else:
             if state.group.size > 1:
                 self._enter("save")
-            copied = replace(plan, shards=self._memory.hold(plan.shards, self._beat))
+            copied = replace(plan, shards=tuple((copy or self._copy)(plan.shards)))
 
             def write(flight: _Flight) -> Path:
                 wait = saving.Wait(self.timeout_s, flight.given_up, flight.beat)
                 return saving.write(directory, final, copied, keep, wait)
 
             self._start(_Flight(directory, step, write, state.group))
-        return Begun(waited - began, time.monotonic() - waited)
+
+    def _copy(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Copies of ``shards``; those of the call before are overwritten."""
+        nbytes = num_bytes(shards)
+        if self._memory.tensor.numel() < nbytes:
+            self._memory = memory.allocate(0, ALIGN_BYTES)  # give the old one back first
+            self._memory = memory.allocate(nbytes, ALIGN_BYTES)
+        return copied(shards, self._memory.tensor, self._beat)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the save in flight may still read its copies."""
+        return self._flight is not None and not self._flight.wait(0)
 
     def give_up(self) -> None:
         """A rank that this save waits for has died: it ends as soon as it can, and is no error."""
@@ -214,26 +224,6 @@ class _Flight:
             self.path = self._write(self)
         except BaseException as error:
             self.error = error
-
-
-class _Memory:
-    """Memory for the copies of one save after the other: as much as the largest of them needed."""
-
-    def __init__(self) -> None:
-        self._segment = memory.allocate(0, ALIGN_BYTES)
-
-    def hold(self, shards: Sequence[Shard], beat: Callable[[], None]) -> tuple[Shard, ...]:
-        """Copies of ``shards``; those of the call before are overwritten. ``beat`` is called after each."""
-        tensors = [x.tensor for x in shards]
-        nbytes = offsets(x.nbytes for x in tensors)[-1]
-        if self._segment.tensor.numel() < nbytes:
-            self._segment = memory.allocate(0, ALIGN_BYTES)  # give the old one back first
-            self._segment = memory.allocate(nbytes, ALIGN_BYTES)
-        copied = []
-        for x, place in zip(shards, views(tensors, self._segment.tensor), strict=True):
-            copied.append(x._replace(tensor=place.copy_(x.tensor)))
-            beat()
-        return tuple(copied)
 
 
 def _frozen(extra: Mapping[str, Json]) -> Mapping[str, Json]:

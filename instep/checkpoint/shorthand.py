@@ -26,17 +26,17 @@ from torch import nn
 
 from instep.checkpoint import contract, files
 from instep.checkpoint import save as saving
+from instep.checkpoint.image import send
 from instep.checkpoint.load import Found, newest, open_source, restore_found
 from instep.checkpoint.manifest import Json, Scalar, differences, parse
 from instep.checkpoint.registered import Registered, TrainingState
-from instep.checkpoint.send import send_shards
 from instep.errors import CheckpointRejected
 from instep.net.agree import all_or_none, all_tell, raise_on_all
 from instep.net.process_group import Group, alone
 from instep.state.hash import SharedHash
 from instep.state.replicas import ranks_listed
 from instep.state.shards import Shard
-from instep.state.stored import Source, assemble, shards_from_json, shards_to_json
+from instep.state.stored import Source, assemble, shards_to_json
 from instep.step.optimizer_guard import require_between_steps
 
 LOADING = "the loading of a checkpoint"
@@ -287,9 +287,10 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
         return shards, json.dumps(said).encode()
 
     shards, said = all_or_none(group, "the reading of a checkpoint", read, errors=(CheckpointRejected,))
-    body, reader = send_shards(group, root, shards, said, "the sending of a checkpoint")
-    found = mine or Found(Path(body["path"]), parse(body["manifest"].encode(), Path(body["path"])))
-    return found, Source(assemble({"0": shards_from_json(body["rows"])}), {"0": reader}, body["ties"])
+    image = send(group, root, shards, said, "the sending of a checkpoint")
+    path = Path(image.body["path"])
+    found = mine or Found(path, parse(image.body["manifest"].encode(), path))
+    return found, Source(assemble({"0": image.shards.values()}), {"0": image}, image.body["ties"])
 
 
 def _numerical(model: nn.Module) -> dict[str, Scalar]:

@@ -38,6 +38,7 @@ from instep.launch.memory_file import MemoryFile
 from instep.mesh.axes import round_up
 from instep.shm import segment
 from instep.shm.segment import Mapping
+from instep.state.shards import Shape
 from instep.state.stored import ALIGN_BYTES, offsets, views
 
 SHARE = 0.02
@@ -63,7 +64,7 @@ class Snapshot:
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self._words = mapping.words()
-        self._views: dict[int, tuple[list[tuple[torch.dtype, torch.Size]], list[Tensor]]] = {}
+        self._views: dict[int, tuple[list[tuple[torch.dtype, Shape]], list[Tensor]]] = {}
 
     @staticmethod
     def create(description_bytes: int, tensor_bytes: int) -> Snapshot:
@@ -112,7 +113,8 @@ class Snapshot:
         start = self._start(half)
         data = len(description).to_bytes(8, "little") + description
         memoryview(self.mapping.memory)[start : start + len(data)] = data
-        _copy(self._there(half, tensors), [x.detach() for x in tensors])
+        if tensors:  # a rank may own nothing of a small model
+            torch._foreach_copy_(self._there(half, tensors), [x.detach() for x in tensors])
         # Two stores, after all others: x86-64 keeps their order.
         self._words.post(_STEPS + half, step + 1)
         self._words.post(_CURRENT, (self._words[_CURRENT] // 2 + 1) * 2 + half)
@@ -132,9 +134,9 @@ class Snapshot:
         length = int.from_bytes(memory[start : start + 8], "little")
         return bytes(memory[start + 8 : start + 8 + length])
 
-    def read_into(self, tensors: Sequence[Tensor]) -> None:
-        """Fill ``tensors``, which are laid out as the description of the current half says."""
-        _copy(tensors, self._there(self._words[_CURRENT] % 2, tensors))
+    def tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """The current ones, in place, which are laid out as those of ``like``."""
+        return self._there(self._words[_CURRENT] % 2, like)
 
     def bytes_of(self, half: int, offset: int, nbytes: int) -> Tensor:
         """Bytes among the tensors of ``half``, flat; the first tensor begins at 0."""
@@ -145,9 +147,9 @@ class Snapshot:
 
     def _there(self, half: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The places of ``tensors`` in ``half``."""
-        layout = [(x.dtype, x.shape) for x in tensors]
+        layout: list[tuple[torch.dtype, Shape]] = [(x.dtype, tuple(x.shape)) for x in tensors]
         if half not in self._views or self._views[half][0] != layout:
-            self._views[half] = layout, views(tensors, self.bytes_of(half, 0, self.tensor_bytes))
+            self._views[half] = layout, views(layout, self.bytes_of(half, 0, self.tensor_bytes))
         return self._views[half][1]
 
 
@@ -155,11 +157,6 @@ def common_step(snapshots: Iterable[Snapshot]) -> int:
     """The newest step that all of ``snapshots`` have; -1 if there is none."""
     steps = [set(each.halves) for each in snapshots]
     return max(set.intersection(*steps), default=-1) if steps else -1
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:  # a rank may own nothing of a small model
-        torch._foreach_copy_(list(targets), list(sources))
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> int:

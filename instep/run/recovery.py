@@ -13,25 +13,29 @@ newest state is right, and all ranks take it. Of a divided state no rank has eve
 group, so there the snapshots are the first to be asked.
 
 Snapshots are written after nearly every step, into memory that the supervisor holds, by every rank that owns
-part of the state; checkpoints when they are due, in the background.
+part of the state; checkpoints when they are due, in the background, from a snapshot, which is not written to
+meanwhile: while one is saved, there is one image of the state fewer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.checkpoint import files
+from torch import Tensor
+
+from instep.checkpoint import files, image
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
 from instep.checkpoint.contract import Changes, changes
+from instep.checkpoint.image import StateImage, source_of
 from instep.checkpoint.load import newest, restore, restore_found
-from instep.checkpoint.manifest import Json, Manifest, parse_json
-from instep.checkpoint.send import DESCRIPTION_BYTES, send_shards
-from instep.checkpoint.state import merged
+from instep.checkpoint.manifest import Json, Manifest
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
 from instep.elastic.snapshot import (
@@ -45,16 +49,8 @@ from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.net.agree import all_or_none, on_first_rank
 from instep.record.directory import CHECKPOINTS
 from instep.run.rank_state import Holds
-from instep.state.shards import Shard, without_ties
-from instep.state.stored import (
-    LiveReader,
-    MemoryReader,
-    Source,
-    assemble,
-    places,
-    shards_from_json,
-    shards_to_json,
-)
+from instep.state.shards import ELSEWHERE, Shard, elements, without_ties
+from instep.state.stored import shards_to_json
 
 if TYPE_CHECKING:
     from instep.run.script_training import ScriptTraining
@@ -149,12 +145,16 @@ def describe(training: ScriptTraining, shards: Sequence[Shard], rows: str = "") 
 
     ``rows``: what ``rows_of`` has said of them, where it is known.
     """
-    body = {
+    return f'{{"rows": {rows or rows_of(shards)}, {json.dumps(body_of(training))[1:]}'.encode()
+
+
+def body_of(training: ScriptTraining) -> dict[str, Json]:
+    """What of the state is no tensor."""
+    return {
         "ties": training.state.ties(),
         "options": training.state.options(),
         "run": {**training.rank_state.to_json(), "carried": training.carried()},
     }
-    return f'{{"rows": {rows or rows_of(shards)}, {json.dumps(body)[1:]}'.encode()
 
 
 def rows_of(shards: Sequence[Shard]) -> str:
@@ -162,14 +162,10 @@ def rows_of(shards: Sequence[Shard]) -> str:
     return json.dumps(shards_to_json(shards))
 
 
-def take(training: ScriptTraining, bodies: Sequence[Json], readers: Mapping[str, Any]) -> None:
-    """Give ``training`` the state that ``bodies``, one of each writer, describe. Collective where it is
-    divided.
-    """
-    rows = {str(i): shards_from_json(body["rows"]) for i, body in enumerate(bodies)}
-    source = Source(assemble(rows), readers, bodies[0]["ties"])
-    run = bodies[0]["run"]
-    options = merged([body["options"] for body in bodies])
+def take(training: ScriptTraining, images: Sequence[StateImage]) -> None:
+    """Give ``training`` the state of ``images``, one of each writer. Collective where it is divided."""
+    source, options = source_of(images)
+    run = images[0].body["run"]
     training.rank_state.restoring()
     restore(training.state, source, options, run["step"], None)
     training.rank_state.restored(run["step"], run["last"])
@@ -181,9 +177,9 @@ def send(training: ScriptTraining, root: int) -> None:
     world = training.mesh.world.group
     shards = stored(training, training.state.shards()) if world.rank == root else []
     said = describe(training, shards) if world.rank == root else b""
-    body, reader = send_shards(world, root, shards, said, AGREEMENT)
+    sent = image.send(world, root, shards, said, AGREEMENT)
     if world.rank != root:
-        take(training, [body], {"0": reader})
+        take(training, [sent])
     _require_same(training, root, "sent")
 
 
@@ -200,16 +196,15 @@ def _require_same(training: ScriptTraining, root: int, did: str) -> None:
     training.state.settled()  # else the first exchange would take what some ranks were given for an edit
 
 
-def _opened(snapshot: Snapshot, step: int) -> tuple[Json, MemoryReader]:
-    """What ``take`` needs of the state after ``step`` in ``snapshot``."""
+def _opened(snapshot: Snapshot, step: int) -> StateImage:
+    """The state after ``step`` in ``snapshot``."""
     half = snapshot.halves[step]
-    body = parse_json(snapshot.description(half) or b"", DESCRIPTION_BYTES)
-    begins, _ = places(shards_from_json(body["rows"]))
-    return body, MemoryReader(snapshot.bytes_of(half, 0, snapshot.tensor_bytes), begins)
+    memory = snapshot.bytes_of(half, 0, snapshot.tensor_bytes)
+    return StateImage.opened(snapshot.description(half) or b"", memory)
 
 
-class Built:
-    """The state that one rank has alone, in memory of its own, to take in whatever group it is then.
+class InitialState:
+    """What one rank has built alone, to take in whatever group it is then.
 
     Of parameters from the meta device that have no values yet there is nothing to copy: ``put`` leaves those
     that they have been given in the group.
@@ -217,39 +212,46 @@ class Built:
 
     def __init__(self, training: ScriptTraining) -> None:
         shards = stored(training, training.state.shards())
-        own = [shard for shard in shards if training.state.has_values(shard)]
-        self._unfilled = shards_to_json(x for x in shards if not training.state.has_values(x))
-        description, tensors = describe(training, own), [shard.tensor for shard in own]
-        self._kept = Snapshot.create(len(description), tensor_bytes(tensors))
-        self._kept.write(description, tensors)
+        built = [x for x in shards if training.state.has_values(x)]
+        self._built = StateImage.of(built, body_of(training), "cpu")
+        others = (x for x in shards if x.name not in self._built.shards)
+        self._unfilled = {x.name: x._replace(tensor=ELSEWHERE) for x in others}
 
     def put(self, training: ScriptTraining) -> None:
         """Give it to ``training``. Collective where the state is divided."""
-        body, there = _opened(self._kept, 0)
-        filled = {**body, "rows": self._unfilled}
-        here = LiveReader({shard.name: shard for shard in training.state.shards()})
-        take(training, [body, filled], {"0": there, "1": here})
+        here = {shard.name: shard for shard in training.state.shards()}
+        take(training, [self._built, Filled(self._built.body, self._unfilled, here)])
+
+
+@dataclass(frozen=True)
+class Filled(StateImage):
+    """Whole ``shards`` of which each rank asks for its own part alone, which is ``here``."""
+
+    here: Mapping[str, Shard]
+
+    def read_into(self, name: str, first: int, out: Tensor) -> None:
+        """As ``Reader``."""
+        there = self.here[name]
+        assert there.box is None  # or elements of the whole tensor would be taken for those of the box
+        out.copy_(elements(there.tensor, first - there.first, first - there.first + out.numel()))
 
 
 class Copy:
     """What a rank holds of the state at a moment, to go back to in the same group."""
 
     def __init__(self, training: ScriptTraining) -> None:
-        held = training.state.shards()
-        self._values = [shard._replace(tensor=shard.tensor.detach().clone()) for shard in held]
-        self._options = json.loads(json.dumps(training.state.options()))
-        self._run = training.rank_state.to_json()
-        self._carried = json.loads(json.dumps(training.carried()))
+        self._image = StateImage.of(training.state.shards(), body_of(training))
 
     def put(self, training: ScriptTraining) -> None:
         """Give it to ``training``, once. Collective where the state is divided."""
+        options, run = self._image.body["options"], self._image.body["run"]
         state = training.rank_state
         holds = state.holds
         state.restoring()
-        training.state.put(self._values, self._options)
-        training.state.resume_at(self._run["step"], self._options)
-        state.restored(self._run["step"], self._run["last"])
-        training.carry_on(self._carried)
+        training.state.put(list(self._image.shards.values()), options)
+        training.state.resume_at(run["step"], options)
+        state.restored(run["step"], run["last"])
+        training.carry_on(run["carried"])
         state.holds = holds
         training.state.settled()
 
@@ -274,6 +276,7 @@ class Snapshots:
         self._begun: int | None = None  # the generation that began the set of the own one
         self._copied: Sequence[Shard] = ()  # into the last snapshot; let go before the ranks meet again
         self._rows = ""
+        self._is_read: Callable[[], bool] = lambda: False  # by a save, which goes on beside the steps
 
     def take_over(self, kept: Sequence[SnapshotHandle] | None) -> None:
         """A generation begins, for which the supervisor holds ``kept``."""
@@ -292,26 +295,21 @@ class Snapshots:
     def restore(self, training: ScriptTraining, step: int, number: int) -> None:
         """Give ``training`` what it is to hold of ``step`` from set ``number``. Collective."""
         world = training.mesh.world.group
-        bodies, readers = all_or_none(world, AGREEMENT, lambda: self.opened(step, number))
-        all_or_none(world, AGREEMENT, lambda: take(training, bodies, readers))
+        images = all_or_none(world, AGREEMENT, lambda: self.opened(step, number))
+        all_or_none(world, AGREEMENT, lambda: take(training, images))
         _require_same(training, 0, "read")
         group = training.state.group
         if len(self._sets[number]) == group.size and training.owns:  # it is written on
             self._own, self._begun = self._attach(number)[group.rank], number
             self._own.return_to(step)
 
-    def opened(self, step: int, number: int) -> tuple[list[Json], dict[str, MemoryReader]]:
-        """What ``take`` needs of ``step`` in set ``number``."""
-        bodies: list[Json] = []
-        readers: dict[str, MemoryReader] = {}
-        for i, copy in enumerate(self._attach(number)):
-            body, readers[str(i)] = _opened(copy, step)
-            bodies.append(body)
-        return bodies, readers
+    def opened(self, step: int, number: int) -> list[StateImage]:
+        """The state after ``step`` in set ``number``."""
+        return [_opened(snapshot, step) for snapshot in self._attach(number)]
 
     def due(self, training: ScriptTraining) -> bool:
         """Whether this rank wants a snapshot after the step that is under way."""
-        return not training.mesh.rank and self._interval.due(training.steps_done + 1)
+        return not (training.mesh.rank or self._is_read()) and self._interval.due(training.steps_done + 1)
 
     def after_step(self, training: ScriptTraining, step_s: float) -> None:
         """Copy the state, if it is time to; a step takes ``step_s``."""
@@ -333,13 +331,23 @@ class Snapshots:
         self._copied = own
         description, live = describe(training, own, self._rows), [shard.tensor for shard in own]
         self._own = self._own or self._left_by_another(group.size)
-        if self._own is not None and self._own.fits(description, live):
+        if self._own is not None and self._own.fits(description, live) and not self._is_read():
             self._own.write(description, live, training.steps_done)
             return
         room = 2 * len(description), tensor_bytes(live)
         self._own = Snapshot.create(*room) if self._own is None else self._own.grown(*room)
+        self._is_read = lambda: False
         self._own.write(description, live, training.steps_done)
         self._member.hand_over(self._own, group.rank, group.size, self._begun)
+
+    def copied_for(self, saver: Saver, training: ScriptTraining, shards: Sequence[Shard]) -> list[Shard]:
+        """Copies of ``shards``, which this rank owns, for ``saver`` to read: a snapshot of this moment."""
+        self.write(training)
+        assert self._own is not None
+        kept = zip(self._copied, self._own.tensors([x.tensor for x in self._copied]), strict=True)
+        copies = {x.name: x._replace(tensor=copy) for x, copy in kept}
+        self._is_read = lambda: saver.is_writing
+        return [copies.get(x.name) or x._replace(tensor=x.tensor.clone()) for x in shards]  # a tie is in none
 
     def _left_by_another(self, num_ranks: int) -> Snapshot | None:
         """The newest snapshot of all of the state, to go on in: the rank that wrote it writes no longer."""
@@ -361,8 +369,14 @@ class Checkpoints:
     state.
     """
 
-    def __init__(self, path: Path, timeout_s: float, heartbeat: Heartbeat | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        timeout_s: float,
+        heartbeat: Heartbeat | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self.path, self._snapshots = path, snapshots
         told = heartbeat or Heartbeat()
         self._saver = Saver(timeout_s=timeout_s, enter=told.enter, beat=told.beat)
 
@@ -377,7 +391,11 @@ class Checkpoints:
             world_size=training.mesh.axes.world_size,
             extra=training.carried(),
         )
-        self._saver.save(self.path / CHECKPOINTS, training.state, draft, training.config.checkpoint.keep)
+        copy = None
+        if self._snapshots is not None:
+            copy = partial(self._snapshots.copied_for, self._saver, training)
+        keep = training.config.checkpoint.keep
+        self._saver.save(self.path / CHECKPOINTS, training.state, draft, keep, copy)
 
     def give_up(self) -> None:
         """Ranks have been lost: what waits for one of them waits in vain."""

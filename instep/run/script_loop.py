@@ -247,7 +247,7 @@ class ScriptLoop(Iterator[RunStep]):
             training.join(run.mesh, wrappers=False)
         assert self.path is not None
         self.work.phases.follow(run.mesh.recorder)
-        checkpoints = Checkpoints(self.path, training.config.timeout_s, training.heartbeat)
+        checkpoints = Checkpoints(self.path, training.config.timeout_s, training.heartbeat, self._memory)
         self._generation = generation = Generation(
             training, self.path, checkpoints, self._memory, self._introduction
         )

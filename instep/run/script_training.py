@@ -31,7 +31,7 @@ from instep.record.step_lines import Made
 from instep.replicate.gradient_hashes import GradientHashes
 from instep.run.health import Health
 from instep.run.rank_state import RankState
-from instep.run.recovery import Built, send
+from instep.run.recovery import InitialState, send
 from instep.run.settings import ScriptBatch, ScriptCommand, ScriptConfig
 from instep.run.timing import Timing
 from instep.run.toml import to_toml
@@ -80,7 +80,7 @@ class ScriptTraining:
         self.generation = 1
         self._is_supervised = False  # by what was built, which is kept then
         self._is_wrapped = True  # over some mesh: first that which the script was built with
-        self._built: Built | None = None
+        self._built: InitialState | None = None
         self._has_counted = False  # what autograd keeps, in the first step that this process has made
 
     # What it is made of.
@@ -140,7 +140,7 @@ class ScriptTraining:
         device have no values yet: they get them in ``begin``.
         """
         self.state = self.registered.state()
-        self._built, self._is_supervised = Built(self), True
+        self._built, self._is_supervised = InitialState(self), True
         owned = [x for x in self.state.owned(self.state.hashed()) if self.state.has_values(x)]
         self._built_sha256, _ = SharedHash(self.state.group).digests(owned, self.steps_done)
         del self.state

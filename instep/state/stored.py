@@ -31,7 +31,6 @@ from instep.state.shards import (
     Shape,
     Shard,
     count_before,
-    elements,
     numbers,
 )
 
@@ -97,49 +96,17 @@ class Reader(Protocol):
         """Fill the flat ``out`` with the place's elements of ``name``, from its element ``first`` on."""
 
 
-@dataclass(frozen=True)
-class MemoryReader:
-    """Tensors in flat memory as a place of elements (``Reader``)."""
-
-    memory: Tensor  # uint8
-    begins: Mapping[str, int]  # bytes
-
-    def read_into(self, name: str, first: int, out: Tensor) -> None:
-        """As ``Reader``."""
-        begin = self.begins[name] + first * out.itemsize
-        out.copy_(self.memory[begin : begin + out.nbytes].view(out.dtype))
-
-
-@dataclass(frozen=True)
-class LiveReader:
-    """Whole tensors as a place of elements (``Reader``), for a rank that asks only for its own flat part."""
-
-    shards: Mapping[str, Shard]
-
-    def read_into(self, name: str, first: int, out: Tensor) -> None:
-        """As ``Reader``."""
-        there = self.shards[name]
-        assert there.box is None  # or elements of the whole tensor would be taken for those of the box
-        out.copy_(elements(there.tensor, first - there.first, first - there.first + out.numel()))
-
-
-def places(shards: Sequence[Shard]) -> tuple[dict[str, int], int]:
-    """Where each of ``shards`` begins in memory that holds one after the other, and the size of that."""
-    begins = offsets((x.last - x.first) * x.dtype.itemsize for x in shards)
-    return dict(zip((x.name for x in shards), begins, strict=False)), begins[-1]
-
-
 def offsets(nbytes: Iterable[int]) -> list[int]:
     """Where tensors of these sizes begin in flat memory, and where the last one ends."""
     return [0, *accumulate(round_up(size, ALIGN_BYTES) for size in nbytes)]
 
 
-def views(like: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Tensors of the shapes and dtypes of ``like``, one after the other in the bytes of ``flat``."""
-    begins = offsets(x.nbytes for x in like)
+def views(layout: Sequence[tuple[torch.dtype, Shape]], flat: Tensor) -> list[Tensor]:
+    """Tensors of these dtypes and shapes, one after the other in the bytes of ``flat``."""
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in layout]
     return [
-        flat[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
-        for begin, x in zip(begins, like, strict=False)
+        flat[begin : begin + size].view(dtype).view(shape)
+        for begin, size, (dtype, shape) in zip(offsets(sizes), sizes, layout, strict=False)
     ]
 
 

@@ -18,10 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from instep.checkpoint import save as saving
 from instep.checkpoint.convert import to_safetensors
+from instep.checkpoint.image import StateImage, copied, num_bytes, send, source_of
 from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.registered import Registered
-from instep.checkpoint.send import send_shards
-from instep.checkpoint.state import merged
 from instep.checkpoint.tensors import contents
 from instep.errors import CheckpointRejected, ReplicasDiffer
 from instep.mesh.mesh import Mesh
@@ -31,13 +30,7 @@ from instep.shard.optimizer import ShardedOptimizer
 from instep.state.replicas import compare_replicas
 from instep.state.shards import without_ties
 from instep.state.stored import (
-    MemoryReader,
-    Source,
-    assemble,
-    places,
-    shards_from_json,
     shards_to_json,
-    views,
 )
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.registry import KINDS, Average, Net, hash_of, train
@@ -112,10 +105,9 @@ def test_a_rank_that_has_everything_sends_it_to_the_others(mesh: Mesh, kind: str
         said = json.dumps(body).encode()
     else:
         _spoil(objects)
-    body, reader = send_shards(group, 0, shards, said, "the test")
+    image = send(group, 0, shards, said, "the test")
     if mesh.rank:
-        source = Source(assemble({"0": shards_from_json(body["rows"])}), {"0": reader}, body["ties"])
-        restore(state, source, merged([body["options"]]), 2, None)
+        restore(state, *source_of([image]), 2, None)
     state.settled()
     train(objects, range(2, 4))
     assert hash_of(objects, 4) == expected(kind)[1]
@@ -127,22 +119,17 @@ def copy_to_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
     train(objects, range(2))
     state = Registered(objects).state()
     own = without_ties(state.owned(), state.ties())
-    begins, nbytes = places(own)
-    reader = MemoryReader(torch.zeros(nbytes, dtype=torch.uint8), begins)
-    for x, place in zip(own, views([x.tensor for x in own], reader.memory), strict=True):
-        place.copy_(x.tensor)
+    memory = torch.zeros(num_bytes(own), dtype=torch.uint8)
+    copied(own, memory)
     body = {"rows": shards_to_json(own), "ties": state.ties(), "options": state.options()}
-    copies[mesh.rank] = json.dumps(body), reader
+    copies[mesh.rank] = json.dumps(body).encode(), memory
     mesh.world.group.barrier("the test")
 
 
 def take_from_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
     objects = KINDS[kind](mesh, "other")
-    bodies = [json.loads(copies[rank][0]) for rank in sorted(copies)]
-    rows = {str(rank): shards_from_json(body["rows"]) for rank, body in enumerate(bodies)}
-    readers = {str(rank): reader for rank, (_, reader) in copies.items()}
-    source = Source(assemble(rows), readers, bodies[0]["ties"])
-    restore(Registered(objects).state(), source, merged([body["options"] for body in bodies]), 2, None)
+    source, options = source_of([StateImage.opened(*copies[rank]) for rank in sorted(copies)])
+    restore(Registered(objects).state(), source, options, 2, None)
     train(objects, range(2, 4))
     assert hash_of(objects, 4) == expected(kind)[1]
 

@@ -59,8 +59,7 @@ def filled(*numbers: int) -> Snapshot:
 def assert_holds(snapshot: Snapshot, number: int) -> None:
     """Description and tensors are those of one and the same write."""
     assert snapshot.description() == description(number)
-    found = state(-1)
-    snapshot.read_into(found)
+    found = snapshot.tensors(state(-1))
     for one, expected in zip(found, state(number), strict=True):
         assert one.dtype == expected.dtype
         assert torch.equal(one, expected)
@@ -79,7 +78,7 @@ def test_the_last_one_written_is_the_one_that_is_read(numbers: list[int]) -> Non
 def test_a_rank_that_owns_nothing_has_a_copy_all_the_same() -> None:
     snapshot = Snapshot.create(100, 0)
     snapshot.write(b"of step 3", [], 3)
-    snapshot.read_into([])
+    assert snapshot.tensors([]) == []
     assert (snapshot.description(), list(snapshot.halves)) == (b"of step 3", [3])
 
 
@@ -90,8 +89,7 @@ def test_live_tensors_of_any_layout_are_copied_without_autograd() -> None:
     snapshot.write(b"", [weight, turned])
     with torch.no_grad():
         weight.zero_()
-    found = [torch.empty(2, 3), torch.empty(3, 2)]
-    snapshot.read_into(found)
+    found = snapshot.tensors([weight, turned])
     assert found[0].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert torch.equal(found[1], turned)
 
@@ -115,9 +113,7 @@ def test_what_fits_touches_neither_the_other_half_nor_what_lies_behind(sizes: li
     snapshot.write(second, [x + 100 for x in tensors])
     snapshot._words.post(0, snapshot._words[0] - 1)  # the other half, as it was
     assert snapshot.description() == first
-    found = [torch.empty_like(x) for x in tensors]
-    snapshot.read_into(found)
-    assert all(map(torch.equal, found, tensors))
+    assert all(map(torch.equal, snapshot.tensors(tensors), tensors))
 
 
 class Died(Exception):

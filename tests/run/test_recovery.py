@@ -197,8 +197,7 @@ def test_a_state_goes_through_a_snapshot_into_a_process_that_is_new(config):
 def given(training: ScriptTraining, reference: ScriptTraining) -> None:
     """``training`` has the state of ``reference``, as one that it has brought along."""
     snapshots = held(reference)
-    bodies, readers = snapshots.opened(*snapshots.newest())
-    take(training, bodies, readers)
+    take(training, snapshots.opened(*snapshots.newest()))
 
 
 def test_a_snapshot_of_another_model_is_rejected_and_nothing_changes(config):

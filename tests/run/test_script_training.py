@@ -57,7 +57,7 @@ def test_a_model_from_the_meta_device_is_filled_where_ranks_meet(mesh: Mesh) -> 
     training.keep()
     assert slice_bytes(model) == 0
     assert training._built is not None
-    assert training._built._kept.tensor_bytes == 0
+    assert not training._built._built.shards
     training.join(mesh, wrappers=True)
     training.begin()
     num_bytes = sum(p.numel() * p.itemsize for p in expected().parameters())

@@ -11,9 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from instep.checkpoint import save as saving
+from instep.checkpoint.load import newest
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
 from instep.launch.memory_file import MemoryFile
 from instep.mesh.mesh import Mesh
+from instep.record.directory import CHECKPOINTS
 from instep.run.recovery import Checkpoints, Snapshots, restore_newest
 from tests.parity import world_of_one
 from tests.run.snapshots import Supervisor, snapshots_of
@@ -207,3 +210,37 @@ def test_what_a_rank_knows_ends_with_its_generation() -> None:
     snapshots = Snapshots(cast(Any, None))
     snapshots.take_over([SnapshotHandle(MemoryFile(1, 2, 3), 1, 0, 2)])
     assert snapshots.newest() == (-1, -1)  # one of two
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_is_written_from_a_snapshot_that_no_later_one_touches(
+    data: Path, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), saving.write
+
+    def write_later(*args: Any) -> Path:
+        assert gate.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write", write_later)
+    world(num_ranks)(saved_beside_steps)(data=data, path=tmp_path, gate=gate)
+    found = newest(tmp_path / CHECKPOINTS)
+    assert found is not None and found.manifest.state_sha256 == reference(data, 2)
+    world(3)(restored)(data=data, supervisor=Supervisor(), path=tmp_path, step=2, source="step-00000002")
+
+
+def saved_beside_steps(mesh: Mesh, data: Path, path: Path, gate: threading.Event) -> None:
+    mine, memory = in_shards(mesh, data), snapshots_of(Supervisor())
+    training, checkpoints = mine.training, Checkpoints(path, 20, snapshots=memory)
+    restore_newest(training, memory, checkpoints)
+    mine.steps(2)
+    checkpoints.save(training)
+    assert checkpoints._saver._memory.tensor.numel() == 0
+    assert not memory.due(training)  # while it is written
+    for _ in range(2):  # as a generation does that begins meanwhile: both halves
+        mine.step()
+        memory.write(training)
+    gate.set()
+    checkpoints.finish(training)
+    assert mesh.rank or memory.due(training)
+    mine.leave()

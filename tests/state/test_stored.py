@@ -244,11 +244,10 @@ def test_rows_travel() -> None:
 
 
 def test_views_are_aligned_inside_the_given_memory_and_do_not_overlap() -> None:
-    layout = [((4, 3), torch.float32), ((), torch.int64), ((0, 2), torch.int8), ((65,), torch.bool)]
-    like = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
-    assert offsets(x.nbytes for x in like) == [0, 64, 128, 128, 256]
-    placed = views(like, allocate(256, 64).tensor)
-    assert [(tuple(x.shape), x.dtype) for x in placed] == layout
+    layout = [(torch.float32, (4, 3)), (torch.int64, ()), (torch.int8, (0, 2)), (torch.bool, (65,))]
+    placed = views(layout, allocate(256, 64).tensor)
+    assert offsets(x.nbytes for x in placed) == [0, 64, 128, 128, 256]
+    assert [(x.dtype, tuple(x.shape)) for x in placed] == layout
     assert {x.data_ptr() % 64 for x in placed} == {0}
     for number, x in enumerate(placed):
         x.fill_(number % 2)
