@@ -23,7 +23,7 @@ from instep.checkpoint import files, manifest, tensors
 from instep.checkpoint.manifest import FileRecord, Json, Manifest, parse_json
 from instep.checkpoint.owner import require_own
 from instep.checkpoint.state import TrainingState
-from instep.checkpoint.tensors import Contents, Layout
+from instep.checkpoint.tensors import Contents
 from instep.errors import CheckpointRejected
 from instep.net.agree import all_or_none, all_tell, on_first_rank, raise_on_all
 from instep.net.process_group import Group, alone
@@ -262,47 +262,6 @@ def open_source(path: Path, found: Manifest) -> Source:
         if reader.kind == MODEL:
             ties |= reader.contents.ties
     return Source(stored, readers, ties)
-
-
-def read_tensors(path: Path, file: str, expected: Layout) -> dict[str, Tensor]:
-    """The tensors of ``model.safetensors`` or ``optimizer.safetensors`` in checkpoint ``path``, by name.
-
-    ``file`` stands for all files of its kind where several ranks have written. A name that the checkpoint has
-    as a tie only is found, and then its first name need not be expected.
-
-    Raises:
-        CheckpointRejected: the manifest does not name ``file``, so that its hash was never checked, or names,
-            shapes and dtypes are not exactly the ``expected`` ones.
-    """
-    source, kind = open_source(path, _vouched(path, file)), _kind(file)
-    found = source.layout(kind)
-    ties = source.ties if kind == MODEL else {}
-    firsts = {name: ties.get(name, name) if name not in found else name for name in expected}
-    try:
-        tensors.require_layout(found, expected, firsts)
-    except CheckpointRejected as error:
-        error.args = (f"{path / file}: {error}",)
-        raise
-    whole = {first: source.read_whole(kind + first) for first in dict.fromkeys(firsts.values())}
-    return {name: whole[first] for name, first in firsts.items()}
-
-
-def layout(path: Path, file: str) -> Layout:
-    """Shape and dtype of each tensor that ``read_tensors`` would read."""
-    return open_source(path, _vouched(path, file)).layout(_kind(file))
-
-
-def _vouched(path: Path, file: str) -> Manifest:
-    if not files.PLAIN_NAME.fullmatch(file):
-        raise ValueError(f"expected the plain name of a file in {path}, got {file!r}")
-    found = read_manifest(path)
-    known = found.files if found.pieces is None else ("model.safetensors", "optimizer.safetensors")
-    if file not in known:
-        raise CheckpointRejected(
-            f"{path}: expected {file} among the files of its manifest, got {', '.join(known) or 'none'}: "
-            "take another checkpoint"
-        )
-    return found
 
 
 def _kind(file: str) -> str:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint import save as saving
-from instep.checkpoint.load import newest, read_tensors
+from instep.checkpoint.load import newest, open_source, read_manifest
 from instep.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
 from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
+from instep.checkpoint.tensors import Layout, require_layout
 from instep.net.process_group import Group
 from instep.state.shards import MODEL, OPTIMIZER, Shard
 from tests.state_oracle import state_sha256
@@ -113,6 +114,18 @@ def vouch(path: Path) -> None:
         extra={},
     )
     (path / MANIFEST_FILE).write_bytes(manifest.to_bytes())
+
+
+def read_tensors(path: Path, file: str, expected: Layout | None = None) -> dict[str, Tensor]:
+    """The tensors of kind ``file`` in checkpoint ``path``, which have to be those that are ``expected``."""
+    source, kind = open_source(path, read_manifest(path)), MODEL if file == MODEL_FILE else OPTIMIZER
+    found = source.layout(kind)
+    expected = found if expected is None else expected
+    ties = source.ties if kind == MODEL else {}
+    firsts = {name: ties.get(name, name) if name not in found else name for name in expected}
+    require_layout(found, expected, firsts)
+    whole = {first: source.read_whole(kind + first) for first in dict.fromkeys(firsts.values())}
+    return {name: whole[first] for name, first in firsts.items()}
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -24,7 +24,17 @@ from instep.net.peers import own_peer
 from instep.net.process_group import Group
 from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.nets import made, train
-from tests.checkpoint.states import OPTIONS, all_bits, bits, drafted, layout_of, save_steps, state, whole_step
+from tests.checkpoint.states import (
+    OPTIONS,
+    all_bits,
+    bits,
+    drafted,
+    layout_of,
+    read_tensors,
+    save_steps,
+    state,
+    whole_step,
+)
 from tests.state_oracle import state_entries, state_sha256
 from tests.training_state import training_state
 
@@ -123,7 +133,7 @@ def test_copies_have_the_bits_of_what_was_given_whatever_its_strides(tmp_path: P
     saver.save(tmp_path, *drafted(**{**state(1), "model": model}))
     saver.close()
     assert saver.last is not None
-    read = load.read_tensors(saver.last, MODEL_FILE, layout_of(model))
+    read = read_tensors(saver.last, MODEL_FILE, layout_of(model))
     assert all_bits(read) == all_bits(model)
     assert read["a"] is read["tied"]
 
@@ -391,5 +401,5 @@ def test_bits_of_a_copy_do_not_pass_through_another_dtype(tmp_path: Path) -> Non
     saver.save(tmp_path, *drafted(**{**state(1), "model": odd}))
     saver.close()
     assert saver.last is not None
-    read = load.read_tensors(saver.last, MODEL_FILE, layout_of(odd))
+    read = read_tensors(saver.last, MODEL_FILE, layout_of(odd))
     assert [bits(read[name]) for name in odd] == [bits(odd[name]) for name in odd]

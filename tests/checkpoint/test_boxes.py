@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instep.checkpoint import save as saving
-from instep.checkpoint.load import open_source, read_tensors, verify
+from instep.checkpoint.load import open_source, verify
 from instep.mesh.mesh import Mesh
 from instep.state.shards import MODEL, Shard, owned
-from tests.checkpoint.states import OPTIONS
+from tests.checkpoint.states import OPTIONS, read_tensors
 from tests.state.partitions import RANKS, drawn, entries, shards
 from tests.state_oracle import state_sha256
 from tests.world import world

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor, nn
 
-from instep.checkpoint.load import read_tensors
 from instep.checkpoint.save import MODEL_FILE
 from instep.checkpoint.tensors import MAX_HEADER_BYTES, Layout, contents, write
 from instep.errors import CheckpointRejected
 from instep.state.stored import DTYPES
-from tests.checkpoint.states import all_bits, bits, layout_of, vouch
+from tests.checkpoint.states import all_bits, bits, layout_of, read_tensors, vouch
 
 
 def trip(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
