@@ -72,11 +72,6 @@ def words(a: RecordedRun, b: RecordedRun, found: Comparison) -> Iterator[str]:
     if found.contract:
         yield "these runs have different numerical configurations, so their bits may differ:"
         yield from _shortened(found.contract)
-    if found.canaries is not None:
-        yield (
-            f"their canaries differ, {found.canaries[0][:16]} in A and {found.canaries[1][:16]} in B: the "
-            "machines computed different gradients of the same micro-batch"
-        )
     if found.first is None:
         yield f"same bits in all {found.num_common} steps that both have{_longer(a, b)}"
     else:

@@ -62,7 +62,6 @@ class Comparison:
     """What two runs have in common."""
 
     contract: Sequence[str]  # fields that differ
-    canaries: tuple[str, str] | None  # where they differ
     num_common: int  # steps that both have
     first: FirstDifference | None  # None: every common step has the same bits
     troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by run, what is wrong in it alone
@@ -86,13 +85,11 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
         raise ValueError(f"{a.path} and {b.path} have no step in common, so there is nothing to compare")
-    canaries = tuple(run.starts[0].get("canary", "") if run.starts else "" for run in (a, b))
     first = next((step for step in [INITIAL, *common] if fields_that_differ(a, b, step)), None)
     return Comparison(
         contract=differences(a.numerical, b.numerical, ("in A", "in B"))
         if a.numerical and b.numerical
         else [],
-        canaries=(canaries[0], canaries[1]) if all(canaries) and canaries[0] != canaries[1] else None,
         num_common=len(common),
         first=None if first is None else _first(a, b, first, common),
         troubles={str(run.path): troubles(run) for run in (a, b)},

@@ -83,7 +83,6 @@ def started(
     restarts: int,
     fingerprint: str,
     numerical: Mapping[str, Any],
-    canary: str,
     state: StateDigests | None = None,
     generation: int = 1,
 ) -> Fields:
@@ -92,7 +91,7 @@ def started(
     ``layout`` has the fields of ``LAYOUT``; ``generation`` counts the groups of ranks since the command was
     given.
     """
-    contract = {"fingerprint": fingerprint, "canary": canary, "numerical": dict(numerical)}
+    contract = {"fingerprint": fingerprint, "numerical": dict(numerical)}
     counts = {"restarts": restarts, "generation": generation}
     return {"event": STARTED, "step": step, **counts, **layout, **contract, **_state_fields(state)}
 
@@ -302,7 +301,6 @@ EVENT_FIELDS: Mapping[str, Kind] = {
     "restarts": COUNT,
     "generation": COUNT,
     "fingerprint": TEXT,
-    "canary": TEXT,
     "numerical": (
         "an object of settings",
         lambda x: is_object(x, lambda content: not isinstance(content, dict | list)),
@@ -323,6 +321,6 @@ STEP_FIELDS: Mapping[str, Kind] = {
     "reduced": DIGESTS,
 }
 LINES = Shape({**EVENT_FIELDS, **STEP_FIELDS}, required={"step"}, others=NUMBER)
-STARTS = Shape(LINES.kinds, required={"step", "fingerprint", "canary", "numerical"})
+STARTS = Shape(LINES.kinds, required={"step", "fingerprint", "numerical"})
 # Names of figures that the run writes itself; a script logs others, and the loss.
 RESERVED = {*LINES.kinds, *FIGURES, "held_out_loss"} - {"loss"}

@@ -20,7 +20,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from instep.checkpoint.canary import agree_on_canary
 from instep.checkpoint.manifest import differences
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.net.agree import on_first_rank
@@ -227,7 +226,6 @@ class Generation:
         def look() -> dict[str, Any]:
             before = starts(path)
             ours = training.fingerprint
-            recorded = [start["canary"] for start in before if start.get("fingerprint") == ours]
             if training.generation > 1 and before and before[-1]["fingerprint"] != ours:
                 raise ContractBroken(
                     "the ranks' numerical configuration is no longer the one the run began with:\n  "
@@ -245,12 +243,10 @@ class Generation:
                 "is_finished": self._is_finished(recorded_steps),
                 "written": min(recorded_steps, training.steps_done),  # the rest is made again
                 "note": note,
-                "canary": recorded[-1] if recorded else None,
                 "is_saved": bool(told.get("accepted")) or is_of_another_contract(path, training.steps_done),
             }
 
         seen = on_first_rank(world, "comparing with the recorded run", look)
-        agree_on_canary(world, training.canary, seen["canary"])
         is_first = training.generation == 1 or not seen["restarts"]
         notes = [*told.get("notes", ()), *([seen["note"]] if seen["note"] else [])]
         for line in [*self.introduction(is_first), *notes]:

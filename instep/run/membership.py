@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.checkpoint.contract import changes
+from instep.checkpoint.contract import changes, way_out
 from instep.elastic.log_store import LogStore
 from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
 from instep.errors import ContractBroken, Desync, InstepError, PeerLost, clear_tracebacks
@@ -158,9 +158,5 @@ def require_contract(contract: dict[str, Any], own: int, number: int, path: Path
         if run:
             refused, warned, _ = changes(run[0]["numerical"], contract, ("in the run", "now"))
             lines = [*refused, *warned]
-    why = (
-        f"its numerical configuration differs from the run's; restore these: {'; '.join(lines)}"
-        if lines
-        else "it computes other numbers with the run's own configuration; suspect its cores"
-    )
-    raise ContractBroken(f"not admitted: {why}")
+    differ = f"; {way_out(lines)}: {'; '.join(lines)}" if lines else ""
+    raise ContractBroken(f"not admitted: its numerical configuration differs from the run's{differ}")

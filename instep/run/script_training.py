@@ -5,7 +5,6 @@ another.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -365,6 +364,7 @@ class ScriptTraining:
         fields |= {f"environment.{name}": os.environ.get(name, "") for name in contract.KERNEL_SWITCHES}
         fields |= self._data_fields()
         fields |= self._node_fields()
+        fields[contract.CANARY] = canary(self._device)
         optimizers = self.registered.optimizers
         for name, optimizer in optimizers.items():
             divided = offered(optimizer)
@@ -403,14 +403,8 @@ class ScriptTraining:
 
     @property
     def contract_number(self) -> int:
-        """Above 0, and another one for another ``contract``, or for another ``canary``."""
-        known = f"{self.fingerprint} {self.canary}"
-        return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7]) + 1
-
-    @cached_property
-    def canary(self) -> str:
-        """The hash of what this process computes of a small model of its own."""
-        return canary(self._device)
+        """Above 0, and another one for another ``fingerprint``."""
+        return int(self.fingerprint[:14], 16) + 1
 
     @property
     def _device(self) -> torch.device:

@@ -79,7 +79,6 @@ class RunWriter:
                 restarts=restarts,
                 fingerprint=training.fingerprint,
                 numerical=training.contract,
-                canary=training.canary,
                 state=training.state_digests(),
                 generation=training.generation,
             )

@@ -37,7 +37,7 @@ def a_run(path: Path) -> Path:
     folder.begin(path, to_toml(text_config.tiny()), [own_peer(0)])
     lines = JsonLines(path / RECORD, before_step=0)
     state, layout = ("ab", {"w": "cd"}), {"world_size": 2, "placement": {"dp": 2}, "strategy": "bucketed"}
-    contract = {"fingerprint": "f", "numerical": {"seed": 0}, "canary": "c"}
+    contract = {"fingerprint": "f", "numerical": {"seed": 0}}
     lines.write(**started(0, layout, restarts=0, **contract, state=state))
     lines.write(**evaluated(5.0))
     for step in (0, 1):

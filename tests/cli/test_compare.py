@@ -26,7 +26,7 @@ def append(path: Path, *lines: dict[str, Any]) -> None:
 
 def begun(step: int, ranks: int, numerical: dict[str, Any] | None = None) -> dict[str, Any]:
     layout = {"world_size": ranks, "placement": {"dp": ranks}, "strategy": "bucketed"}
-    return started(step, layout, restarts=0, fingerprint="", numerical=numerical or {}, canary="c" * 64)
+    return started(step, layout, restarts=0, fingerprint="", numerical=numerical or {})
 
 
 def write(path: Path, losses: list[float], ranks: int = 1, **numerical: Any) -> Path:

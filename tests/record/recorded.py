@@ -58,7 +58,6 @@ def record(path: Path, mesh: Mesh, plan: Plan) -> None:
         restarts=0,
         fingerprint="",
         numerical=numerical,
-        canary="",
         state=state_digests(entries, 0),
     )
     if lines:

@@ -66,7 +66,7 @@ def test_one_rank_and_two_have_the_same_bits(mesh: Mesh, tmp_path: Path) -> None
     found = compared(tmp_path, mesh, Plan(), Plan())
     if found is not None:
         assert (found.same, found.first, found.num_common) == (True, None, 3)
-        assert not any([found.contract, found.canaries, *found.troubles.values()])
+        assert not any([found.contract, *found.troubles.values()])
 
 
 @world(2)
@@ -144,10 +144,10 @@ def test_one_ulp_that_changes_no_loss_is_found_within_a_round_and_named(tmp_path
     assert first.step == first.parameters_step < every
 
 
-def run(name: str, steps: dict[int, dict], numerical: dict | None = None, canary: str = "") -> RecordedRun:
+def run(name: str, steps: dict[int, dict], numerical: dict | None = None) -> RecordedRun:
     """A run that was never trained."""
     made = RecordedRun(Path(name), steps={n: RecordedStep(**fields) for n, fields in steps.items()})
-    made.starts.append({"step": 0, "canary": canary, "numerical": numerical or {}})
+    made.starts.append({"step": 0, "numerical": numerical or {}})
     return made
 
 
@@ -182,11 +182,10 @@ def test_hashes_of_the_whole_state_name_the_parameter_where_no_sample_does() -> 
 
 
 def test_runs_under_other_contracts_are_told_the_fields() -> None:
-    a = run("a", {1: same()}, {"seed": 0, "threads": 1}, canary="c1")
-    b = run("b", {1: same()}, {"seed": 0, "threads": 2}, canary="c2")
+    a = run("a", {1: same()}, {"seed": 0, "threads": 1})
+    b = run("b", {1: same()}, {"seed": 0, "threads": 2})
     found = compare(a, b)
     assert (found.same, found.contract) == (True, ["threads: 1 in A, 2 in B"])
-    assert found.canaries == ("c1", "c2")
 
 
 def test_other_samples_are_the_cause_before_anything_computed() -> None:

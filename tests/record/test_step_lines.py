@@ -26,7 +26,7 @@ from instep.record.step_lines import (
 )
 
 ONE = {"world_size": 1, "placement": {"dp": 1}, "strategy": "bucketed", "parallel": {}}
-START = {"restarts": 0, "fingerprint": "f", "numerical": {"seed": 0}, "canary": "c"}
+START = {"restarts": 0, "fingerprint": "f", "numerical": {"seed": 0}}
 STEP = {"step": 1, "cursor": 4, "loss": 3.0, "norm": 1.0, "sampled": [["w", 0, "ab"]]}
 
 

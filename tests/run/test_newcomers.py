@@ -17,9 +17,8 @@ import instep
 from instep.elastic.heartbeat import HeartbeatPage
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.errors import ContractBroken
-from instep.run import script_run
+from instep.run import script_run, script_training
 from instep.run.script import ScriptCall, Started
-from instep.run.script_training import ScriptTraining
 from tests.run.loops import Loop
 
 Come = Callable[[str, int], str]
@@ -66,13 +65,13 @@ def test_as_long_as_the_ranks_have_not_agreed_all_are_ready(number: int, come: C
 
 
 def test_one_that_reads_other_data_is_never_ready_and_names_them(number: int, come: Come) -> None:
-    with pytest.raises(ContractBroken, match=r"^not admitted: .* restore these: data\.sha256: "):
+    with pytest.raises(ContractBroken, match=r"^not admitted: .* make these the same: data\.sha256: "):
         come("others", number)
 
 
 def test_one_that_computes_other_numbers_is_never_ready(
     number: int, come: Come, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ScriptTraining, "canary", "0" * 64)
-    with pytest.raises(ContractBroken, match="not admitted: it computes other numbers"):
+    monkeypatch.setattr(script_training, "canary", lambda device: "0" * 16)
+    with pytest.raises(ContractBroken, match="one fixed micro-batch alone: suspect its cores: canary"):
         come("these", number)
