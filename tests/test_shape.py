@@ -127,7 +127,7 @@ BUDGET = {
     "cli": 945,
     "comm": 995,
     "data": 1145,
-    "elastic": 2065,
+    "elastic": 2045,
     "launch": 1445,
     "mesh": 1145,
     "models": 300,

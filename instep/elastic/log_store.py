@@ -8,6 +8,9 @@ memory once, and has it for as long as it has the store.
 
 A lock on the memory makes each operation one step for all ranks; the kernel takes it from a rank that dies.
 What such a rank has written of a record is no record, and the next one is written over it.
+
+A store knows no processes: a rank that dies between two of its keys would be missed until the deadline. So
+once the generation ``is_over()`` everything raises, a wait too, which is cut into slices.
 """
 
 from __future__ import annotations
@@ -17,23 +20,30 @@ import fcntl
 import os
 import struct
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 
+from instep.errors import PeerLost
 from instep.launch.memory_file import MemoryFile
 
 _LENGTHS = struct.Struct("<ii")
 _DELETED = -1  # instead of the length of a value
+SLICE_S = 0.005
 
 
 class LogStore(dist.Store):
-    """The store in ``file``. It waits for no key: see ``rendezvous.WatchedStore``."""
+    """The store in ``file`` of a generation, until that ``is_over()``; ``PeerLost`` from then on."""
 
-    def __init__(self, file: MemoryFile) -> None:
+    def __init__(
+        self, file: MemoryFile, is_over: Callable[[], bool] = lambda: False, timeout_s: float = 300.0
+    ) -> None:
         super().__init__()
+        self._inode, self._is_over, self._timeout_s = file.inode, is_over, timeout_s
         self._fd = file.open()
         weakref.finalize(self, os.close, self._fd)
         self._values: dict[str, bytes] = {}
@@ -44,8 +54,23 @@ class LogStore(dist.Store):
         with self._locked():
             self._append(key, _bytes(value))
 
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all ``keys`` are there.
+
+        Raises:
+            PeerLost: the generation has ended.
+            DistStoreError: they did not come in time.
+        """
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        until = time.monotonic() + seconds
+        while not self.check(keys):
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
+            time.sleep(SLICE_S)
+
     def get(self, key: str) -> bytes:
-        """The value of ``key``, which has to be there."""
+        """The value of ``key``, when it is there."""
+        self.wait([key])
         with self._locked():
             return self._values[key]
 
@@ -78,9 +103,19 @@ class LogStore(dist.Store):
         with self._locked():
             return len(self._values)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def clone(self) -> LogStore:
+        """Another one, of memory that its maker may have let go."""
+        own = MemoryFile(os.getpid(), self._fd, self._inode)
+        return LogStore(own, self._is_over, self._timeout_s)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """In the block ``_values`` are those of now, and no other rank changes them."""
+        if self._is_over():
+            raise PeerLost("a rank was lost during the rendezvous", operation="the rendezvous")
         with self._lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:

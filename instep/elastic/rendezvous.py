@@ -9,32 +9,26 @@ talk over a control channel, JSON over a pipe; descriptors of memory travel on i
 
 The ranks then meet in a store, where they wait for each other's addresses. A store knows no processes: a rank
 that dies between two of its keys would be missed until the deadline. The supervisor does know, so the wait is
-cut into slices (``WatchedStore``), and between two of them a rank looks whether its generation is over.
+cut into slices (``LogStore.wait``), and between two of them a rank looks whether its generation is over.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch.distributed as dist
-
 from instep.elastic.heartbeat import Heartbeat, HeartbeatPage
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
-from instep.errors import PeerLost
 from instep.launch.memory_file import MemoryFile
 from instep.launch.rank_process import exit_now
 
 MESSAGE_BYTES = 1 << 20
 CONFIRM_S = 1.0  # for the supervisor to notice what a rank has noticed first
-SLICE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -159,60 +153,3 @@ class ControlChannel:
     def regroup(self) -> bool:
         """Whether the supervisor wants this generation to end between two steps."""
         return self.page.regroup >= self.generation
-
-
-class WatchedStore(dist.Store):
-    """``inner``, until the generation ``is_over()``: then everything raises ``PeerLost``."""
-
-    def __init__(self, inner: dist.Store, is_over: Callable[[], bool], timeout_s: float) -> None:
-        super().__init__()
-        self._inner = inner
-        self._is_over = is_over
-        self._timeout_s = timeout_s
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all ``keys`` are there.
-
-        Raises:
-            PeerLost: the generation has ended.
-            DistStoreError: they did not come in time.
-        """
-        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        until = time.monotonic() + seconds
-        while not self._watched().check(list(keys)):
-            if time.monotonic() > until:
-                raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
-            time.sleep(SLICE_S)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._inner.get(key)
-
-    def set(self, key: str, value: str) -> None:
-        self._watched().set(key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._watched().add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._watched().check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._watched().compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._watched().delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._watched().num_keys()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    def clone(self) -> WatchedStore:
-        return WatchedStore(self._inner, self._is_over, self._timeout_s)
-
-    def _watched(self) -> dist.Store:
-        if self._is_over():
-            raise PeerLost("a rank was lost during the rendezvous", operation="the rendezvous")
-        return self._inner

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from instep.checkpoint.contract import changes, way_out
 from instep.elastic.log_store import LogStore
-from instep.elastic.rendezvous import Assignment, ControlChannel, WatchedStore, WorkerSpec
+from instep.elastic.rendezvous import Assignment, ControlChannel, WorkerSpec
 from instep.errors import ContractBroken, Desync, InstepError, PeerLost, clear_tracebacks
 from instep.launch.rank_process import exit_now
 from instep.launch.signals import listen_for_preemption
@@ -72,7 +72,7 @@ class Membership:
         """A mesh of the ranks of this generation. Collective."""
         assignment, store = self._assignment, None
         if assignment.world_size > 1:
-            store = WatchedStore(LogStore(assignment.store), lambda: self.channel.is_over, timeout_s)
+            store = LogStore(assignment.store, lambda: self.channel.is_over, timeout_s)
         return join_store(
             store,
             assignment.rank,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import timedelta
 from multiprocessing import get_context
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.elastic.log_store import LogStore
+from instep.errors import PeerLost
 from instep.launch.memory_file import MemoryFile
 
 keys = st.sampled_from(["a", "b", "größer"])
@@ -95,7 +98,51 @@ def test_it_lasts_when_its_maker_has_let_the_memory_go_and_leaves_no_descriptor(
     before = len(os.listdir("/proc/self/fd"))
     file.close()
     store.set("a", "1")
-    assert store.get("a") == b"1"
+    assert store.get("a") == store.clone().get("a") == b"1"
     del store
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before - 2
+
+
+def test_it_waits_for_what_another_thread_writes(file: MemoryFile) -> None:
+    asked = threading.Event()
+
+    def is_over() -> bool:
+        asked.set()
+        return False
+
+    def write() -> None:
+        asked.wait()
+        LogStore(file).set("late", "x")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert LogStore(file, is_over, 10).get("late") == b"x"
+    writer.join()
+
+
+def test_a_generation_that_ends_ends_the_wait(file: MemoryFile) -> None:
+    looks = itertools.count()
+    store = LogStore(file, lambda: next(looks) >= 3, 10)
+    with pytest.raises(PeerLost, match="during the rendezvous") as lost:
+        store.wait(["never"])
+    assert lost.value.operation == "the rendezvous"
+    assert next(looks) == 4
+
+
+def test_nothing_is_written_for_a_generation_that_is_over(file: MemoryFile) -> None:
+    store = LogStore(file, lambda: True, 10)
+    with pytest.raises(PeerLost):
+        store.set("a", "1")
+    with pytest.raises(PeerLost):
+        store.add("a", 1)
+    assert not LogStore(file).check(["a"])
+
+
+def test_the_deadline_names_what_did_not_come(file: MemoryFile) -> None:
+    store = LogStore(file, timeout_s=10)
+    with pytest.raises(RuntimeError, match=r"^a, b did not come within 0.01 s$"):
+        store.wait(["a", "b"], timedelta(milliseconds=10))
+    store.set_timeout(timedelta(milliseconds=20))
+    with pytest.raises(RuntimeError, match=r"^c did not come within 0.02 s$"):
+        store.clone().get("c")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import count
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.elastic.heartbeat import HeartbeatPage
-from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, ControlChannel, WatchedStore, WorkerSpec
+from instep.elastic.rendezvous import MESSAGE_BYTES, Assignment, ControlChannel, WorkerSpec
 from instep.elastic.snapshot import Snapshot, SnapshotHandle
-from instep.errors import PeerLost
 from instep.launch.memory_file import MemoryFile
 
 numbers = st.integers(0, 2**40)
@@ -126,80 +121,3 @@ def test_a_snapshot_is_handed_over_and_outlives_its_writer(ends: Ends) -> None:
     place = MemoryFile(os.getpid(), reduction.recv_handle(ends.ours), inode)
     assert Snapshot.attach(place).description() == b"whole"
     os.close(place.fd)
-
-
-def never() -> bool:
-    return False
-
-
-@pytest.fixture
-def inner() -> Iterator[dist.Store]:
-    return dist.HashStore()
-
-
-def test_it_passes_everything_on(inner: dist.Store) -> None:
-    store = WatchedStore(inner, never, 10)
-    store.set("a", "1")
-    assert inner.get("a") == store.get("a") == b"1"
-    assert store.add("n", 2) == 2
-    assert store.add("n", 3) == 5
-    assert store.check(["a", "n"])
-    assert not store.check(["a", "b"])
-    assert store.compare_set("a", "1", "2") == b"2"
-    assert store.num_keys() == inner.num_keys()
-    assert store.delete_key("a")
-    assert not inner.check(["a"])
-
-
-def test_it_can_stand_below_a_prefix(inner: dist.Store) -> None:
-    store = WatchedStore(inner, never, 10)  # torch's prefix would not keep it alive
-    prefixed = dist.PrefixStore("one", store)
-    prefixed.set("a", "1")
-    assert inner.get("one/a") == b"1"
-    assert prefixed.get("a") == b"1"
-    assert prefixed.add("n", 1) == 1
-    assert prefixed.check(["n"])
-
-
-def test_it_waits_for_what_another_thread_writes(inner: dist.Store) -> None:
-    asked = threading.Event()
-
-    def is_over() -> bool:
-        asked.set()
-        return False
-
-    def write() -> None:
-        asked.wait()
-        inner.set("late", "x")
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert WatchedStore(inner, is_over, 10).get("late") == b"x"
-    writer.join()
-
-
-def test_a_generation_that_ends_ends_the_wait(inner: dist.Store) -> None:
-    looks = count()
-    store = WatchedStore(inner, lambda: next(looks) >= 3, 10)
-    with pytest.raises(PeerLost, match="during the rendezvous") as lost:
-        store.wait(["never"])
-    assert lost.value.operation == "the rendezvous"
-    assert next(looks) == 4
-
-
-def test_nothing_is_written_for_a_generation_that_is_over(inner: dist.Store) -> None:
-    store = WatchedStore(inner, lambda: True, 10)
-    with pytest.raises(PeerLost):
-        store.set("a", "1")
-    with pytest.raises(PeerLost):
-        store.add("a", 1)
-    assert not inner.check(["a"])
-
-
-def test_the_deadline_names_what_did_not_come(inner: dist.Store) -> None:
-    store = WatchedStore(inner, never, 10)
-    with pytest.raises(RuntimeError, match=r"^a, b did not come within 0.01 s$"):
-        store.wait(["a", "b"], timedelta(milliseconds=10))
-    store.set_timeout(timedelta(milliseconds=20))
-    with pytest.raises(RuntimeError, match=r"^c did not come within 0.02 s$"):
-        store.clone().get("c")
