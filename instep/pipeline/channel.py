@@ -1,8 +1,8 @@
 """What the ranks of a pipeline send each other: activations on the way forward, gradients on the way back.
 
 Every message says of which step and action it is, so that ranks that are out of step find out before they
-compute with it. Two ranks send each other one message after the other, in the order in which they are posted.
-How the tensors look is said in the first step alone (``message_words.py``).
+compute with it, and how its tensors look (``message_words.py``). Two ranks send each other one message after
+the other, in the order in which they are posted.
 
 Ranks that share memory receive a message where its sender has put it (``shm/mailboxes.py``); others receive
 it over connections (``connections.py``).
@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,23 +25,23 @@ from instep.launch.rank_exit import mark_secondary
 from instep.net.clocks import measure
 from instep.net.process_group import Group
 from instep.pipeline.actions import Action
-from instep.pipeline.connections import PACKETS, Connections, Understand
+from instep.pipeline.connections import NEWS, PACKETS, Check, Connections, Message
 from instep.pipeline.message_words import (
     ENDING,
     EVALUATION,
     GONE,
+    HEAD,
     LEAVES,
     NO_STAGE,
     NUM_KEYS,
-    ROW,
     STAYS,
     VALUES,
     VERSION,
     MessageHead,
-    Route,
-    TensorSpec,
+    described,
     numbers_of,
     sent_for,
+    specs_of,
 )
 
 TELLING_S = 1.0  # those who compute find out later, by the connection that has ended
@@ -88,7 +89,6 @@ class StageChannel:
         else:
             self._way = SharedMemory(group, mailboxes)
         self._offsets_ns = measure(group).offsets_ns
-        self._routes: defaultdict[tuple[int, str, int, int], Route] = defaultdict(Route)
         self._posted: defaultdict[int, deque[tuple[Action, int]]] = defaultdict(deque)  # by source, and when
         self._come: dict[Action, tuple[MessageHead, list[Tensor | None], int]] = {}  # before they were taken
         self._step, self._num_micro_batches, self._data = EVALUATION, 0, NO_DATA
@@ -113,8 +113,7 @@ class StageChannel:
                     "the script by `instep run`, which does"
                 )
             self._step, self._num_micro_batches, self._data = step, num_micro_batches, data
-            for route in self._routes.values():
-                route.begin()
+            self._way.begin()
             yield
         except BaseException as error:
             self.leave(error)
@@ -125,17 +124,16 @@ class StageChannel:
         change until ``flush``.
 
         Raises:
-            TypeError, ValueError: as ``Route.describe``.
+            TypeError: they cannot be sent.
         """
-        route = self._routes[to, action.kind, action.stage, action.tie]
-        there, trained, rows, found = route.describe(action, tensors)
-        said = number, time.monotonic_ns(), len(tensors), there, trained, len(rows) // ROW
-        self._way.send(to, MessageHead._make((*self._key(action), *said)), rows, found)
+        rows, found = described(action, tensors)
+        head = MessageHead._make((*self._key(action), number, time.monotonic_ns(), len(tensors)))
+        self._way.send(action, to, head, rows, found)
 
     def post(self, action: Action, source: int) -> None:
         """Receive ``action`` from group rank ``source`` from now on."""
         self._posted[source].append((action, time.monotonic_ns()))
-        self._way.post(source, self._route_from(source, action).packet_bytes)
+        self._way.post(action, source)
 
     def take(self, action: Action, source: int) -> Received:
         """What ``action``, which was posted, receives from ``source``, once it is there.
@@ -154,24 +152,18 @@ class StageChannel:
         return Received(head.number, tensors, self._waited(source, head.sent_ns, posted_ns, start_ns))
 
     def _receive(self, action: Action, source: int) -> tuple[MessageHead, list[Tensor | None]]:
-        route, told = self._route_from(source, action), []
-
-        def understand(head: MessageHead, rows: Sequence[int]) -> Sequence[TensorSpec]:
-            self._check(head, action, source)
-            told.append((head, route.understand(head, rows)))
-            return told[0][1]
-
-        parts = self._way.take(source, str(action), understand)
-        ((head, specs),) = told
-        tensors: list[Tensor | None] = [None] * head.num_tensors
-        places = (i for i in range(head.num_tensors) if head.there >> i & 1)
-        for i, spec, part in zip(places, specs, parts, strict=True):
-            x = spec.of(part.to(self.device) if spec.on_device else part)
-            tensors[i] = x.requires_grad_() if head.trained >> i & 1 else x
+        head, specs, parts = self._way.take(
+            source, str(action), partial(self._check, action=action, source=source)
+        )
+        left = iter(parts)
+        tensors: list[Tensor | None] = []
+        for spec in specs:
+            part = None if spec is None else next(left)
+            if spec is None or part is None:
+                tensors.append(None)
+            else:
+                tensors.append(spec.of(part.to(self.device) if spec.on_device else part))
         return head, tensors
-
-    def _route_from(self, source: int, action: Action) -> Route:
-        return self._routes[source, action.kind, action.stage, action.tie]
 
     def _waited(self, source: int, sent_ns: int, posted_ns: int, start_ns: int) -> MessageWait | None:
         end_ns = time.monotonic_ns()
@@ -210,8 +202,7 @@ class StageChannel:
         self.is_broken |= not isinstance(error, Exception)
         comes = self._step != EVALUATION and not self.is_broken
         left = GONE if self.is_broken else LEAVES
-        said = 0, time.monotonic_ns(), 0, 0, 0, 0
-        head = MessageHead._make((*self._key(Action(0, VALUES, 0)), *said))._replace(left=left)
+        head = MessageHead._make((*self._key(NEWS), 0, time.monotonic_ns(), 0))._replace(left=left)
         with suppress(RuntimeError):
             self._way.tell(head, 0.0 if comes or isinstance(error, InstepError) else TELLING_S)
 
@@ -258,16 +249,22 @@ class SharedMemory:
         self._mailboxes = mailboxes
         self._others = [rank for rank in range(group.size) if rank != group.rank]
 
-    def send(self, to: int, head: MessageHead, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def begin(self) -> None:
+        """Nothing: any size is as good."""
+
+    def send(
+        self, action: Action, to: int, head: MessageHead, rows: Sequence[int], tensors: Sequence[Tensor]
+    ) -> None:
         self._mailboxes.send(to, PACKETS, [*head, *rows], tensors)
 
-    def post(self, source: int, nbytes: int) -> None:
+    def post(self, action: Action, source: int) -> None:
         """Nothing: it lies there when it comes."""
 
-    def take(self, source: int, label: str, understand: Understand) -> list[Tensor]:
+    def take(self, source: int, label: str, check: Check) -> Message:
         words, parts = self._mailboxes.take(source, PACKETS, label)
-        understand(MessageHead(*words[: len(MessageHead._fields)]), words[len(MessageHead._fields) :])
-        return list(parts)
+        head = MessageHead(*words[:HEAD])
+        check(head)
+        return Message(head, specs_of(words[HEAD:]), list(parts))
 
     def flush(self) -> None:
         self._mailboxes.flush(ENDING)

@@ -1,8 +1,10 @@
 """Messages between stages over the connections of a process group: one packet each, posted before it comes.
 
-A packet is a head, then the tensors; a receive is posted with memory of that size, and the backend's own
-thread fills it while this rank computes. Where a route is not known yet (``message_words.py``), the packet
-has descriptions instead of tensors, which follow by another tag.
+    | head, end | row per tensor | tensors | time of sending |
+
+A receive is posted with memory for the largest message that steps before this one have had for the same
+stage and kind of action; the backend's own thread fills it while this rank computes. The tensors of a larger
+message, such as the first one, follow the packet by another tag.
 
 What is on a GPU goes from device to device where the group's backend is NCCL, beside a packet without it. In
 NCCL, messages of two ranks in opposite directions would wait for each other on one stream, so each direction
@@ -12,29 +14,40 @@ has a group of its own. Over gloo, they travel through the host's memory.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from numpy import uint8
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instep.errors import InstepError
+from instep.memory import allocate
+from instep.mesh.axes import round_up
 from instep.net.lane import Handle
 from instep.net.messages import awaited, raising
 from instep.net.process_group import Group
+from instep.pipeline.actions import Action
 from instep.pipeline.message_words import (
+    ALIGN,
     ENDING,
-    NUM_WORDS,
+    HEAD,
+    MAX_TENSORS,
+    NO_STAGE,
+    ROW,
     SENT_NS,
+    VALUES,
     WORD,
     MessageHead,
     TensorSpec,
     is_on_device,
-    places_of,
+    specs_of,
 )
 
 SHORT_BYTES = 1 << 18  # of a packet that is kept until the step ends
@@ -42,21 +55,51 @@ SHORT_SENDS = 64  # that are under way with nobody to wait for them
 PACKETS, TENSORS = range(2)  # tags
 MESSAGE = "a message between stages"
 LOOKS, LOOK_S = 50, 20e-6
+NEWS = Action(NO_STAGE, VALUES, 0)  # what ``tell`` sends: that this rank sends no more
 
+FIRST_BYTES = 1 << ((HEAD + MAX_TENSORS * ROW + 2) * WORD).bit_length()  # of packets without tensors
+
+Route: TypeAlias = tuple[int, str, int, int]
+"""What one rank sends another, or receives from it, for one stage and kind of action."""
 Wait: TypeAlias = Callable[[], object]
 """For a message that is under way."""
-Understand: TypeAlias = Callable[[MessageHead, Sequence[int]], Sequence[TensorSpec]]
-"""What tensors come with a head and its rows; raises if it is not the head that was expected."""
+Check: TypeAlias = Callable[[MessageHead], None]
+"""Raises if it is not the head that was expected."""
+
+
+class Message(NamedTuple):
+    """What has come: of each tensor how it looks, None of one that is None, and the bytes of those there."""
+
+    head: MessageHead
+    specs: list[TensorSpec | None]
+    parts: list[Tensor]
+
+
+class PacketMemory:
+    """Memory of packets, which is used again when the last tensor in it is gone.
+
+    Fresh memory costs more than to send what is in it: the system fills every page with zeros.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[NDArray[uint8]]] = defaultdict(list)  # by size
+
+    def of(self, nbytes: int) -> Tensor:
+        free = self._free[nbytes]
+        memory = free.pop() if free else allocate(nbytes, ALIGN).tensor.numpy()
+        lent = memory[:]
+        weakref.finalize(lent, free.append, memory).atexit = False
+        return torch.from_numpy(lent)
 
 
 class Packet:
-    """A receive of so many bytes from group rank ``source``."""
+    """A receive into ``memory`` from group rank ``source``."""
 
-    def __init__(self, pg: Any, source: int, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self.words = self.memory.view(torch.int64).numpy()
-        self.words[NUM_WORDS - 1] = 0
-        self.wait = _begun(pg, "recv", self.memory, source, PACKETS)
+    def __init__(self, pg: Any, source: int, memory: Tensor) -> None:
+        self.memory = memory
+        self.words = memory.view(torch.int64).numpy()
+        self.words[HEAD] = 0
+        self.wait = _begun(pg, "recv", memory, source, PACKETS)
 
     def comes_soon(self) -> bool:
         """Whether it arrives within a millisecond; ``wait`` must still be called.
@@ -64,7 +107,7 @@ class Packet:
         The backend's thread writes it into memory. Looking there costs less than being woken by that thread.
         """
         for _ in range(LOOKS):
-            end = int(self.words[NUM_WORDS - 1]) // WORD  # the last word repeats the time of sending
+            end = int(self.words[HEAD]) // WORD  # the last word repeats the time of sending
             if 0 < end <= len(self.words) and self.words[end - 1] == self.words[SENT_NS]:
                 return True
             time.sleep(LOOK_S)
@@ -80,56 +123,81 @@ class Connections:
 
     def __init__(self, group: Group, device: torch.device, directions: Sequence[Group] = ()) -> None:
         self.group, self.device, self.directions = group, device, directions
-        self._posted: defaultdict[int, deque[Packet]] = defaultdict(deque)  # by source, in order
+        self._posted: defaultdict[int, deque[tuple[Route, Packet]]] = defaultdict(deque)  # by source
         self._kept: list[tuple[Wait, Tensor]] = []  # under way, with nobody to wait for them
         self._awaited: list[Handle] = []
+        self._memory = PacketMemory()
+        self._room: defaultdict[Route, int] = defaultdict(lambda: FIRST_BYTES)  # in this step's packets
+        self._needed: dict[Route, int] = {}
 
-    def send(self, to: int, head: MessageHead, rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def begin(self) -> None:
+        """A step begins, for both ends, which have both seen the largest message so far."""
+        self._room |= self._needed
+
+    def send(
+        self, action: Action, to: int, head: MessageHead, rows: Sequence[int], tensors: Sequence[Tensor]
+    ) -> None:
         is_direct = [bool(self.directions) and is_on_device(x) for x in tensors]
-        own = [x.cpu() for x, direct in zip(tensors, is_direct, strict=True) if not direct]
-        starts, end = places_of([x.nbytes for x in own])
-        if rows:
-            end = (NUM_WORDS + len(rows) + 1) * WORD
-        packet = torch.empty(end, dtype=torch.uint8, device="cpu")
+        own = [x[:0] if direct else x.cpu() for x, direct in zip(tensors, is_direct, strict=True)]
+        route = _route(action, to)
+        starts, end = self._places(route, len(rows), [x.nbytes for x in own])
+        is_apart = end > self._room[route]
+        if is_apart:
+            end = (HEAD + len(rows) + 2) * WORD
+        packet = self._memory.of(self._room[route])[:end]
         words = packet.view(torch.int64).numpy()
-        words[: NUM_WORDS - 1], words[NUM_WORDS - 1], words[-1] = head, end, head.sent_ns
-        if rows:
-            words[NUM_WORDS:-1] = rows
-        else:
-            for x, start in zip(own, starts, strict=True):
-                packet[start : start + x.nbytes].copy_(_bytes(x))
+        words[:HEAD], words[HEAD], words[-1] = head, end, head.sent_ns
+        words[HEAD + 1 : HEAD + 1 + len(rows)] = rows
+        for x, start in zip(own, starts, strict=True) if not is_apart else ():
+            packet[start : start + x.nbytes].copy_(_bytes(x))
         self._send(self.group, packet, to, PACKETS)
-        for x, direct in zip(tensors, is_direct, strict=True):
+        for x, own_x, direct in zip(tensors, own, is_direct, strict=True):
             if direct:
                 self._send(self.directions[to < self.group.rank], x, to, TENSORS)
-        for x in own if rows else ():
-            self._send(self.group, x, to, TENSORS)
+            elif is_apart:
+                self._send(self.group, own_x, to, TENSORS)
 
-    def post(self, source: int, nbytes: int) -> None:
+    def post(self, action: Action, source: int) -> None:
         """Have memory for the next packet from ``source``."""
-        self._posted[source].append(Packet(self.group.pg, source, nbytes))
+        route = _route(action, source)
+        packet = Packet(self.group.pg, source, self._memory.of(self._room[route]))
+        self._posted[source].append((route, packet))
 
-    def take(self, source: int, label: str, understand: Understand) -> list[Tensor]:
-        """The bytes of each tensor of the message that was posted first."""
-        packet = self._posted[source].popleft()
+    def take(self, source: int, label: str, check: Check) -> Message:
+        """The message that was posted first."""
+        route, packet = self._posted[source].popleft()
         if packet.comes_soon():
             packet.wait()
         else:  # in a thread: a wait of the backend cannot be broken off
             self.group.run(packet.wait, label)
-        words = packet.words[: packet.words[NUM_WORDS - 1] // WORD].tolist()
-        head = MessageHead(*words[: NUM_WORDS - 1])
-        specs = understand(head, words[NUM_WORDS:-1])
-        is_direct = [bool(self.directions) and spec.on_device for spec in specs]
-        lengths = [0 if direct else spec.nbytes for spec, direct in zip(specs, is_direct, strict=True)]
-        if not head.num_rows and not any(is_direct):
-            starts, _ = places_of(lengths)
-            return [packet.memory[a : a + n] for a, n in zip(starts, lengths, strict=True)]
-        return [
+        head = MessageHead(*packet.words[:HEAD].tolist())
+        check(head)
+        rows = packet.words[HEAD + 1 : HEAD + 1 + head.num_tensors * ROW].tolist()
+        specs = specs_of(rows)
+        there = [spec for spec in specs if spec is not None]
+        is_direct = [bool(self.directions) and spec.on_device for spec in there]
+        lengths = [0 if direct else spec.nbytes for spec, direct in zip(there, is_direct, strict=True)]
+        starts, end = self._places(route, len(rows), lengths)
+        is_apart = end > self._room[route]
+        parts = [
             self._receive(source, spec, label, is_direct=direct)
-            if direct or head.num_rows
+            if direct or is_apart
             else packet.memory[start : start + spec.nbytes]
-            for spec, direct, start in zip(specs, is_direct, places_of(lengths)[0], strict=True)
+            for spec, direct, start in zip(there, is_direct, starts, strict=True)
         ]
+        return Message(head, specs, parts)
+
+    def _places(self, route: Route, num_words: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+        """Where each tensor of a message begins in a packet, behind so many words of rows, and where the last
+        word ends, in bytes. It may be more than there is room for, in this step."""
+        starts, end = [], round_up((HEAD + 1 + num_words) * WORD, ALIGN)
+        for nbytes in lengths:
+            starts.append(end)
+            end += round_up(nbytes, ALIGN)
+        end += WORD
+        if end > self._needed.get(route, FIRST_BYTES):
+            self._needed[route] = 1 << end.bit_length()
+        return starts, end
 
     def flush(self) -> None:
         """Wait until what was sent may be changed."""
@@ -144,7 +212,7 @@ class Connections:
         self._awaited, until = [], time.monotonic() + seconds
         for rank in range(self.group.size):
             if rank != self.group.rank:
-                self.send(rank, head, (), ())
+                self.send(NEWS, rank, head, (), ())
                 self._await_kept(f" to rank {rank}")
         for work in self._awaited:
             with suppress(TimeoutError):
@@ -174,6 +242,10 @@ class Connections:
         kept, self._kept = self._kept, []
         if kept:
             self._awaited.append(self.group.start(partial(_wait_for_all, kept), ENDING, line))
+
+
+def _route(action: Action, rank: int) -> Route:
+    return rank, action.kind, action.stage, action.tie
 
 
 def _wait_for_all(kept: list[tuple[Wait, Tensor]]) -> None:

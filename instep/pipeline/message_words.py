@@ -1,25 +1,15 @@
-"""What a message between stages says of itself: a head of words, and in the first step a row per tensor.
-
-A *route* is all that one rank sends another for one stage and kind of action. What travels there looks alike
-in all micro-batches and steps, so it is described in the first step alone:
-
-    first step     | head | row per tensor |     | tensors |
-    later steps    | head | tensors |            in memory that was there before they came
-
-A tensor may be None now and then; one that never came before is described when it comes.
-"""
+"""What a message between stages says of itself: a head of words, and a row of words per tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from instep.memory import ALIGN_BYTES
-from instep.mesh.axes import round_up
 from instep.pipeline.actions import SENDS, Action
 from instep.pipeline.communication import send_of
 from instep.state.homes import dense_strides, with_strides
@@ -29,9 +19,9 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-VERSION = 6
+VERSION = 7
 STAYS, LEAVES, GONE = range(3)  # LEAVES comes to the end of the step, GONE does not
-ROW = 3 + 2 * MAX_DIMS  # words of a tensor: whether it is on a device, dtype, number of dims, shape, strides
+ROW = 4 + 2 * MAX_DIMS  # words of a tensor: is it on a device, trained, dtype, 1 + dims, shape, strides
 WORD, ALIGN = 8, ALIGN_BYTES["cpu"]
 VALUES = "VALUES"  # the kind of a message that is no part of a schedule: both ends name it alike
 KINDS = (*SENDS, VALUES)
@@ -55,10 +45,7 @@ class MessageHead(NamedTuple):
     tie: int
     number: int = 0  # which goes along
     sent_ns: int = 0
-    num_tensors: int = 0
-    there: int = 0  # bit i: tensor i is not None
-    trained: int = 0  # bit i: it requires a gradient
-    num_rows: int = 0  # that follow
+    num_tensors: int = 0  # a row follows for each
 
     @property
     def action(self) -> str:
@@ -69,15 +56,14 @@ class MessageHead(NamedTuple):
 
 NUM_KEYS = MessageHead._fields.index("number")  # of the words that say what it is
 SENT_NS = MessageHead._fields.index("sent_ns")
-NUM_WORDS = len(MessageHead._fields) + 1  # behind the head, in a packet, how long it is
-HEAD_BYTES = round_up(NUM_WORDS * WORD, ALIGN)
-FIRST_BYTES = HEAD_BYTES + round_up((MAX_TENSORS * ROW + 1) * WORD, ALIGN)
+HEAD = len(MessageHead._fields)
 
 
 class TensorSpec(NamedTuple):
     """How a tensor looks."""
 
     on_device: bool  # that of each rank, and not the CPU
+    requires_grad: bool
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # what is computed from a transposed tensor has other last bits
@@ -88,86 +74,52 @@ class TensorSpec(NamedTuple):
 
     def of(self, part: Tensor) -> Tensor:
         """``part``, its bytes, as such a tensor."""
-        return part.view(self.dtype).as_strided(self.shape, self.strides)
+        x = part.view(self.dtype).as_strided(self.shape, self.strides)
+        return x.requires_grad_() if self.requires_grad else x
 
     def row(self) -> list[int]:
         left = [0] * (MAX_DIMS - len(self.shape))
-        head = [int(self.on_device), DTYPES.index(self.dtype), len(self.shape)]
+        head = [self.on_device, self.requires_grad, DTYPES.index(self.dtype), 1 + len(self.shape)]
         return [*head, *self.shape, *left, *self.strides, *left]
 
-    @classmethod
-    def from_row(cls, row: Sequence[int]) -> TensorSpec:
-        on_device, dtype, ndim, *rest = row
-        return cls(
-            bool(on_device), DTYPES[dtype], tuple(rest[:ndim]), tuple(rest[MAX_DIMS : MAX_DIMS + ndim])
+
+NOTHING = [0] * ROW  # of None
+
+
+def specs_of(rows: Sequence[int]) -> list[TensorSpec | None]:
+    """What the rows of a message describe."""
+    found: list[TensorSpec | None] = []
+    for at in range(0, len(rows), ROW):
+        on_device, trained, dtype, dims, *rest = rows[at : at + ROW]
+        shape, strides = tuple(rest[: dims - 1]), tuple(rest[MAX_DIMS : MAX_DIMS + dims - 1])
+        found.append(
+            TensorSpec(bool(on_device), bool(trained), DTYPES[dtype], shape, strides) if dims else None
         )
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+    return found
 
 
-Described: TypeAlias = tuple[int, int, list[int], list[Tensor]]
-"""``there`` and ``trained`` as in a head, rows, tensors."""
+def described(action: Action, tensors: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
+    """The rows of ``tensors``, which are sent as ``action``; and those that are there, each as one row in the
+    order of its memory.
 
-
-class Route:
-    """How tensors look that travel between two ranks, by their place in a message; None: not known yet.
-
-    ``specs`` were described last, ``fixed`` are those that both ends knew when the step began.
+    Raises:
+        TypeError: they cannot be sent.
     """
-
-    def __init__(self) -> None:
-        self.specs: list[TensorSpec | None] = [None] * MAX_TENSORS
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins, for both ends."""
-        self.fixed = list(self.specs)
-        # Of one packet: the memory that a receive is posted with.
-        sizes = (round_up(spec.nbytes, ALIGN) for spec in self.fixed if spec is not None)
-        self.packet_bytes = max(FIRST_BYTES, HEAD_BYTES + sum(sizes) + WORD)
-
-    def describe(self, action: Action, tensors: Sequence[Tensor | None]) -> Described:
-        """How ``tensors`` are sent as ``action``: which are there and trained, rows unless all look as both
-        ends know, and those that are there, each as one row in the order of its memory.
-
-        Raises:
-            TypeError, ValueError: they cannot be sent, or have other shapes than the first ones.
-        """
-        there = trained = 0
-        found: dict[int, tuple[TensorSpec, Tensor]] = {}
-        for i, x in enumerate(tensors):
-            if x is None:
-                continue
-            if not isinstance(x, Tensor) or x.dtype not in DTYPES or i >= MAX_TENSORS or x.ndim > MAX_DIMS:
-                raise _not_sendable(action, tensors)
-            there |= 1 << i
-            trained |= int(x.requires_grad) << i
-            x = x.detach()
-            if not x.is_contiguous():
-                x = with_strides(x, dense_strides(x))
-            spec, known = TensorSpec(is_on_device(x), x.dtype, tuple(x.shape), x.stride()), self.specs[i]
-            if known is not None and spec[:3] != known[:3] and action.stage != NO_STAGE:
-                raise ValueError(
-                    f"{action}: stage {action.stage} sends a tensor of {spec}, and the first micro-batch had "
-                    f"{known}: what goes between stages has the same shape in every micro-batch: pad the "
-                    "inputs, or what this stage gives"
-                )
-            found[i] = spec, x
-        rows: list[int] = []
-        if action.stage == NO_STAGE or any(self.fixed[i] != spec for i, (spec, _) in found.items()):
-            for i, (spec, _) in found.items():
-                self.specs[i] = spec
-                rows += spec.row()
-        return there, trained, rows, [x.as_strided((x.numel(),), (1,)) for _, x in found.values()]
-
-    def understand(self, head: MessageHead, rows: Sequence[int]) -> list[TensorSpec]:
-        """The specs of the tensors that are there."""
-        places = [i for i in range(head.num_tensors) if head.there >> i & 1]
-        for k, i in enumerate(places if head.num_rows else ()):
-            self.specs[i] = TensorSpec.from_row(rows[k * ROW : (k + 1) * ROW])
-        known = self.specs if head.num_rows else self.fixed
-        return [spec for i in places if (spec := known[i]) is not None]
+    rows, found = list[int](), list[Tensor]()
+    for x in tensors:
+        if x is None:
+            rows += NOTHING
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.ndim > MAX_DIMS:
+            raise _not_sendable(action, tensors)
+        own = x.detach()
+        if not own.is_contiguous():
+            own = with_strides(own, dense_strides(own))
+        rows += TensorSpec(is_on_device(x), x.requires_grad, x.dtype, tuple(x.shape), own.stride()).row()
+        found.append(own.as_strided((own.numel(),), (1,)))
+    if len(tensors) > MAX_TENSORS:
+        raise _not_sendable(action, tensors)
+    return rows, found
 
 
 def is_on_device(x: Tensor) -> bool:
@@ -193,12 +145,3 @@ def sent_for(action: Action) -> Action:
 
 def numbers_of(action: Action) -> tuple[int, int, int, int]:
     return action.stage, KINDS.index(action.kind), action.micro_batch, action.tie
-
-
-def places_of(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor of a packet begins, and where its last word ends, in bytes."""
-    starts, end = [], HEAD_BYTES
-    for nbytes in lengths:
-        starts.append(end)
-        end += round_up(nbytes, ALIGN)
-    return starts, end + WORD
