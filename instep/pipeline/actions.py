@@ -35,7 +35,6 @@ from typing import NamedTuple
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = COMPUTE = ("F", "B", "I", "W")
 SENDS = SEND_FORWARD, SEND_BACKWARD, SEND_TIED = ("SEND_F", "SEND_B", "SEND_W")
 RECEIVES = RECEIVE_FORWARD, RECEIVE_BACKWARD, RECEIVE_TIED = ("RECV_F", "RECV_B", "RECV_W")
-MESSAGES = (*SENDS, *RECEIVES)
 # What they are called in a timeline, measured or simulated: computation, and messages by their receive.
 SPANS = {
     FORWARD: "forward",
@@ -47,15 +46,13 @@ SPANS = {
     RECEIVE_TIED: "gradients",
 }
 IDLE = "."
-# What torch's files have besides: FSDP's gathers and sums, which are no part of an order of computation.
-_SKIPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-_ACTION = re.compile(rf"(\d{{1,9}})({'|'.join([*COMPUTE, *MESSAGES])})(\d{{1,9}})(?:/(\d{{1,9}}))?")
+_ACTION = re.compile(rf"(\d{{1,9}})([{''.join(COMPUTE)}])(\d{{1,9}})")
 NO_TIE = -1
 _LABEL = re.compile(r"rank\s+(\d{1,9})\s*:")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does: ``kind`` is one of ``COMPUTE`` or ``MESSAGES``.
+    """One thing that a rank does: ``kind`` is one of ``COMPUTE``, ``SENDS`` or ``RECEIVES``.
 
     A send names the stage whose result goes out, a receive the stage that what comes in is for: 0SEND_F3 and
     1RECV_F3 are the two ends of one message. Of a gradient of the weights of a ``tie``, by its number in the
@@ -73,7 +70,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that ``str`` has written.
+        """The computation that ``str`` has written.
 
         Raises:
             ValueError: ``text`` is none.
@@ -84,7 +81,7 @@ class Action(NamedTuple):
                 f"expected a stage, one of {', '.join(COMPUTE)}, and a micro-batch, such as 2F0, "
                 f"got {text[:40]!r}"
             )
-        return cls(int(found[1]), found[2], int(found[3]), NO_TIE if found[4] is None else int(found[4]))
+        return cls(int(found[1]), found[2], int(found[3]))
 
     @property
     def result(self) -> Action:
@@ -183,8 +180,7 @@ class Schedule:
         """The schedule in a text file: a line per rank, its actions apart by blanks or commas.
 
         Dots and empty cells are ranks that wait; what follows "#" is a comment; a line may begin with
-        "rank 0:". So the grid of ``str`` is such a file, and torch's CSV files are. What they have besides
-        computation is left out, since it is derived anew: SEND, RECV, UNSHARD, RESHARD and REDUCE_GRAD.
+        "rank 0:". So the grid of ``str`` is such a file.
 
         Raises:
             ValueError: it is none, with the line.
@@ -199,7 +195,8 @@ class Schedule:
                     raise ValueError(f"line {number}: expected rank {len(rows)}, got rank {label[1]}")
                 cells = cells[label.end() :]
             try:
-                rows.append([action for action in _actions(cells) if action.kind in COMPUTE])
+                words = re.split(r"[,\s]+", cells)
+                rows.append([Action.parse(word) for word in words if word not in ("", IDLE)])
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
         return cls.of(rows, name)
@@ -272,9 +269,3 @@ class Schedule:
         for row, actions in zip(columns, self.rows, strict=True):
             row += range(behind, behind + len(actions) - len(row))
         return columns
-
-
-def _actions(cells: str) -> Iterator[Action]:
-    for cell in re.split(r"[,\s]+", cells):
-        if cell not in ("", IDLE) and not _SKIPPED.fullmatch(cell):
-            yield Action.parse(cell)

@@ -25,7 +25,7 @@ from instep.launch.rank_exit import mark_secondary
 from instep.net.clocks import measure
 from instep.net.process_group import Group
 from instep.pipeline.actions import Action
-from instep.pipeline.connections import NEWS, PACKETS, Check, Connections, Message
+from instep.pipeline.connections import NEWS, PACKETS, Check, Connections
 from instep.pipeline.message_words import (
     ENDING,
     EVALUATION,
@@ -87,7 +87,7 @@ class StageChannel:
         if mailboxes is None:
             self._way = Connections(group, self.device, directions)
         else:
-            self._way = SharedMemory(group, mailboxes)
+            self._way = SharedMemory(group, self.device, mailboxes)
         self._offsets_ns = measure(group).offsets_ns
         self._posted: defaultdict[int, deque[tuple[Action, int]]] = defaultdict(deque)  # by source, and when
         self._come: dict[Action, tuple[MessageHead, list[Tensor | None], int]] = {}  # before they were taken
@@ -147,23 +147,10 @@ class StageChannel:
         start_ns = time.monotonic_ns()
         while action not in self._come:
             first, posted_ns = self._posted[source].popleft()
-            self._come[first] = (*self._receive(first, source), posted_ns)
+            check = partial(self._check, action=first, source=source)
+            self._come[first] = (*self._way.take(source, str(first), check), posted_ns)
         head, tensors, posted_ns = self._come.pop(action)
         return Received(head.number, tensors, self._waited(source, head.sent_ns, posted_ns, start_ns))
-
-    def _receive(self, action: Action, source: int) -> tuple[MessageHead, list[Tensor | None]]:
-        head, specs, parts = self._way.take(
-            source, str(action), partial(self._check, action=action, source=source)
-        )
-        left = iter(parts)
-        tensors: list[Tensor | None] = []
-        for spec in specs:
-            part = None if spec is None else next(left)
-            if spec is None or part is None:
-                tensors.append(None)
-            else:
-                tensors.append(spec.of(part.to(self.device) if spec.on_device else part))
-        return head, tensors
 
     def _waited(self, source: int, sent_ns: int, posted_ns: int, start_ns: int) -> MessageWait | None:
         end_ns = time.monotonic_ns()
@@ -245,8 +232,8 @@ class StageChannel:
 class SharedMemory:
     """Messages between ranks that reach each other's memory: what was sent lies there, and is taken there."""
 
-    def __init__(self, group: Group, mailboxes: Any) -> None:
-        self._mailboxes = mailboxes
+    def __init__(self, group: Group, device: torch.device, mailboxes: Any) -> None:
+        self._mailboxes, self._device = mailboxes, device
         self._others = [rank for rank in range(group.size) if rank != group.rank]
 
     def begin(self) -> None:
@@ -260,11 +247,13 @@ class SharedMemory:
     def post(self, action: Action, source: int) -> None:
         """Nothing: it lies there when it comes."""
 
-    def take(self, source: int, label: str, check: Check) -> Message:
+    def take(self, source: int, label: str, check: Check) -> tuple[MessageHead, list[Tensor | None]]:
         words, parts = self._mailboxes.take(source, PACKETS, label)
         head = MessageHead(*words[:HEAD])
         check(head)
-        return Message(head, specs_of(words[HEAD:]), list(parts))
+        left = iter(parts)
+        specs = specs_of(words[HEAD:])
+        return head, [None if spec is None else spec.of(next(left), self._device) for spec in specs]
 
     def flush(self) -> None:
         self._mailboxes.flush(ENDING)

@@ -50,56 +50,32 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_whole(schedule: Schedule) -> None:
-    found: dict[tuple[int, int], dict[str, GridPlace]] = {}
+    made: dict[Action, tuple[Action, GridPlace]] = {}  # by result: what makes it, and where
     for rank, row in enumerate(schedule.rows):
         for index, action in enumerate(row):
-            place = GridPlace(rank, index)
-            holder = schedule.stage_ranks[action.stage]
-            if action.kind not in COMPUTE:
-                reason = f"{action} is no computation: leave messages out, they are derived"
-                raise IllegalSchedule(schedule, reason, [place])
+            place, holder = GridPlace(rank, index), schedule.stage_ranks[action.stage]
             if holder != rank:
                 reason = (
                     f"{action} is on rank {rank}, but stage {action.stage} is held by rank {holder}: move it"
                 )
                 raise IllegalSchedule(schedule, reason, [place])
-            kinds = found.setdefault((action.stage, action.micro_batch), {})
-            if other := _again(kinds, action.kind):
-                reason = f"{_told(action, other)}: take one of them out"
-                raise IllegalSchedule(schedule, reason, [kinds[other], place])
-            kinds[action.kind] = place
+            for result in action.results:
+                if result in made:
+                    other, before = made[result]
+                    whole = action._replace(kind=BACKWARD)
+                    again = f"{action} is there twice" if other == action else f"{result} is part of {whole}"
+                    raise IllegalSchedule(schedule, f"{again}: take one of them out", [before, place])
+                made[result] = action, place
     for stage in range(schedule.num_stages):
         for k in range(schedule.num_micro_batches):
-            kinds = found.get((stage, k), {})
-            if missing := _missing(kinds):
-                holder = schedule.stage_ranks[stage]
-                words = " or ".join(str(Action(stage, kind, k)) for kind in missing)
-                reason = f"there is no {words}: add it to rank {holder}"
-                raise IllegalSchedule(schedule, reason, [GridPlace(holder, len(schedule.rows[holder]))])
-
-
-def _again(kinds: dict[str, GridPlace], kind: str) -> str:
-    """What of ``kinds`` has already made what ``kind`` makes; nothing if none has."""
-    same = {BACKWARD: (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT), FORWARD: (FORWARD,)}
-    return next((one for one in same.get(kind, (kind, BACKWARD)) if one in kinds), "")
-
-
-def _told(action: Action, other: str) -> str:
-    if action.kind == other:
-        return f"{action} is there twice"
-    part = other if action.kind == BACKWARD else action.kind
-    return f"{action._replace(kind=part)} is part of {action._replace(kind=BACKWARD)}"
-
-
-def _missing(kinds: dict[str, GridPlace]) -> list[str]:
-    """What a stage does not make of a micro-batch: one of these."""
-    if FORWARD not in kinds:
-        return [FORWARD]
-    if BACKWARD in kinds or {INPUT_GRADIENT, WEIGHT_GRADIENT} <= set(kinds):
-        return []
-    if INPUT_GRADIENT in kinds:
-        return [WEIGHT_GRADIENT]
-    return [INPUT_GRADIENT] if WEIGHT_GRADIENT in kinds else [BACKWARD, INPUT_GRADIENT]
+            forward, both, first, second = (Action(stage, kind, k) for kind in COMPUTE)
+            for missing in (forward, first, second):
+                if missing not in made:
+                    has_neither = missing == first and second not in made
+                    words = f"{both} or {first}" if has_neither else str(missing)
+                    rank = schedule.stage_ranks[stage]
+                    end = GridPlace(rank, len(schedule.rows[rank]))
+                    raise IllegalSchedule(schedule, f"there is no {words}: add it to rank {rank}", [end])
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -116,12 +92,11 @@ def _check_order(schedule: Schedule) -> None:
             )
             raise IllegalSchedule(schedule, reason, [place, GridPlace(place.rank, row.index(needed))])
     if waits:
-        circle = _circle(schedule, waits)
         words = ", ".join(
-            f"rank {place.rank} at {_at(schedule, place)} for {waits[place]}" for place in circle
+            f"rank {place.rank} at {_at(schedule, place)} for {needed}" for place, needed in waits.items()
         )
-        reason = f"these ranks wait for each other: {words}: put what is waited for before what waits"
-        raise IllegalSchedule(schedule, reason, circle)
+        reason = f"these ranks wait for ever: {words}: put what is waited for before what waits"
+        raise IllegalSchedule(schedule, reason, [*waits])
 
 
 def _at(schedule: Schedule, place: GridPlace) -> Action:
@@ -142,17 +117,6 @@ def _waits(schedule: Schedule) -> dict[GridPlace, Action]:
             needed = next(one for one in schedule.needs(row[position]) if one in actions)
             waits[GridPlace(rank, position)] = actions[needed]
     return waits
-
-
-def _circle(schedule: Schedule, waits: dict[GridPlace, Action]) -> list[GridPlace]:
-    """The places that wait for each other, each for the rank of the next."""
-    places = {place.rank: place for place in waits}
-    path = [min(places)]
-    while True:
-        rank = schedule.stage_ranks[waits[places[path[-1]]].stage]
-        if rank in path:
-            return [places[one] for one in path[path.index(rank) :]]
-        path.append(rank)
 
 
 def activations(row: Sequence[Action], kept: float = 1.0) -> list[float]:

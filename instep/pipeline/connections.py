@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from numpy import uint8
@@ -45,7 +45,6 @@ from instep.pipeline.message_words import (
     VALUES,
     WORD,
     MessageHead,
-    TensorSpec,
     is_on_device,
     specs_of,
 )
@@ -65,14 +64,6 @@ Wait: TypeAlias = Callable[[], object]
 """For a message that is under way."""
 Check: TypeAlias = Callable[[MessageHead], None]
 """Raises if it is not the head that was expected."""
-
-
-class Message(NamedTuple):
-    """What has come: of each tensor how it looks, None of one that is None, and the bytes of those there."""
-
-    head: MessageHead
-    specs: list[TensorSpec | None]
-    parts: list[Tensor]
 
 
 class PacketMemory:
@@ -137,25 +128,27 @@ class Connections:
     def send(
         self, action: Action, to: int, head: MessageHead, rows: Sequence[int], tensors: Sequence[Tensor]
     ) -> None:
-        is_direct = [bool(self.directions) and is_on_device(x) for x in tensors]
-        own = [x[:0] if direct else x.cpu() for x, direct in zip(tensors, is_direct, strict=True)]
+        ways = [self._direction(is_on_device(x), down=to < self.group.rank) for x in tensors]
+        own = [x.cpu() if way is None else x for x, way in zip(tensors, ways, strict=True)]
+        lengths = [x.nbytes if way is None else 0 for x, way in zip(own, ways, strict=True)]
         route = _route(action, to)
-        starts, end = self._places(route, len(rows), [x.nbytes for x in own])
-        is_apart = end > self._room[route]
-        if is_apart:
+        starts, end = self._places(route, len(rows), lengths)
+        has_room = end <= self._room[route]
+        if not has_room:
             end = (HEAD + len(rows) + 2) * WORD
         packet = self._memory.of(self._room[route])[:end]
         words = packet.view(torch.int64).numpy()
         words[:HEAD], words[HEAD], words[-1] = head, end, head.sent_ns
         words[HEAD + 1 : HEAD + 1 + len(rows)] = rows
-        for x, start in zip(own, starts, strict=True) if not is_apart else ():
-            packet[start : start + x.nbytes].copy_(_bytes(x))
+        apart = []
+        for x, way, start in zip(own, ways, starts, strict=True):
+            if way is None and has_room:
+                packet[start : start + x.nbytes].copy_(_bytes(x))
+            else:
+                apart.append((way or self.group, x))
         self._send(self.group, packet, to, PACKETS)
-        for x, own_x, direct in zip(tensors, own, is_direct, strict=True):
-            if direct:
-                self._send(self.directions[to < self.group.rank], x, to, TENSORS)
-            elif is_apart:
-                self._send(self.group, own_x, to, TENSORS)
+        for group, x in apart:
+            self._send(group, x, to, TENSORS)
 
     def post(self, action: Action, source: int) -> None:
         """Have memory for the next packet from ``source``."""
@@ -163,7 +156,7 @@ class Connections:
         packet = Packet(self.group.pg, source, self._memory.of(self._room[route]))
         self._posted[source].append((route, packet))
 
-    def take(self, source: int, label: str, check: Check) -> Message:
+    def take(self, source: int, label: str, check: Check) -> tuple[MessageHead, list[Tensor | None]]:
         """The message that was posted first."""
         route, packet = self._posted[source].popleft()
         if packet.comes_soon():
@@ -174,18 +167,28 @@ class Connections:
         check(head)
         rows = packet.words[HEAD + 1 : HEAD + 1 + head.num_tensors * ROW].tolist()
         specs = specs_of(rows)
-        there = [spec for spec in specs if spec is not None]
-        is_direct = [bool(self.directions) and spec.on_device for spec in there]
-        lengths = [0 if direct else spec.nbytes for spec, direct in zip(there, is_direct, strict=True)]
-        starts, end = self._places(route, len(rows), lengths)
-        is_apart = end > self._room[route]
-        parts = [
-            self._receive(source, spec, label, is_direct=direct)
-            if direct or is_apart
-            else packet.memory[start : start + spec.nbytes]
-            for spec, direct, start in zip(there, is_direct, starts, strict=True)
+        down = source > self.group.rank
+        ways = [None if spec is None else self._direction(spec.on_device, down=down) for spec in specs]
+        lengths = [
+            spec.nbytes if spec is not None and way is None else 0
+            for spec, way in zip(specs, ways, strict=True)
         ]
-        return Message(head, specs, parts)
+        starts, end = self._places(route, len(rows), lengths)
+        found: list[Tensor | None] = []
+        for spec, way, start in zip(specs, ways, starts, strict=True):
+            if spec is None:
+                found.append(None)
+                continue
+            if way is None and end <= self._room[route]:
+                part = packet.memory[start : start + spec.nbytes]
+            else:
+                part = self._receive(way, source, spec.nbytes, label)
+            found.append(spec.of(part, self.device))
+        return head, found
+
+    def _direction(self, on_device: bool, *, down: bool) -> Group | None:
+        """The group by which devices reach each other; ``down``: from higher ranks to lower ones."""
+        return self.directions[down] if on_device and self.directions else None
 
     def _places(self, route: Route, num_words: int, lengths: Sequence[int]) -> tuple[list[int], int]:
         """Where each tensor of a message begins in a packet, behind so many words of rows, and where the last
@@ -218,16 +221,15 @@ class Connections:
             with suppress(TimeoutError):
                 work.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
 
-    def _receive(self, source: int, spec: TensorSpec, label: str, *, is_direct: bool) -> Tensor:
-        group = self.directions[source > self.group.rank] if is_direct else self.group
-        device = self.device if is_direct else torch.device("cpu")
-        x = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+    def _receive(self, way: Group | None, source: int, nbytes: int, label: str) -> Tensor:
+        """A tensor that is not in its packet."""
+        x = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if way is None else self.device)
         if x.numel():
-            wait = _begun(group.pg, "recv", x, source, TENSORS)
-            if is_direct:
-                wait()  # the device's stream does
-            else:
+            wait = _begun((way or self.group).pg, "recv", x, source, TENSORS)
+            if way is None:
                 self.group.run(wait, label)
+            else:
+                wait()  # the device's stream does
         return x
 
     def _send(self, group: Group, x: Tensor, to: int, tag: int) -> None:

@@ -27,6 +27,14 @@ NO_VALUES = (
     "the parameters of this pipeline were on the meta device and have no values yet: call "
     "model.materialise(), or load a state"
 )
+GIVES = (
+    "state_dict() of a pipeline: {!r} is on another rank. All ranks together have "
+    "instep.full_state_dict(model), and instep.save writes each rank's part"
+)
+TAKES = (
+    "load_state_dict() into a pipeline: {!r} is on another rank. Load before the pipeline is made, or, from "
+    "a checkpoint of instep, with instep.load()"
+)
 _ABSENT = "instep_absent"  # an attribute, so that a closed pipeline's parameters are known, too
 
 
@@ -163,7 +171,8 @@ def _nothing(p: Tensor, device: torch.device) -> Tensor:
 
 def guard(module: nn.Module, home: PipelineHome) -> list[RemovableHandle]:
     """From now on no layer of another rank is called, and no state dict has or loads its parameters."""
-    give, take = Hook(partial(_require_values, home)), Hook(partial(_refuse_values, home))
+    give = Hook(partial(_refuse, home, GIVES))
+    take = Hook(partial(_refuse, home, TAKES))
     handles = []
     for m in module.modules():
         handles += [m.register_state_dict_post_hook(give), m.register_load_state_dict_pre_hook(take)]
@@ -180,24 +189,10 @@ def _require_here(module: nn.Module, _: Any) -> None:
         )
 
 
-def _require_values(
-    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any
+def _refuse(
+    home: PipelineHome, reason: str, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     """A state dict has no parameter that is on another rank; the parameter itself it may have."""
     for key, p in module._parameters.items():
         if p is not None and not home.holds(p) and state.get(prefix + key, p) is not p:
-            raise RuntimeError(
-                f"state_dict() of a pipeline: {prefix + key!r} is on another rank. All ranks together have "
-                "instep.full_state_dict(model), and instep.save writes each rank's part"
-            )
-
-
-def _refuse_values(
-    home: PipelineHome, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any
-) -> None:
-    for key, p in module._parameters.items():
-        if p is not None and not home.holds(p) and state.get(prefix + key, p) is not p:
-            raise RuntimeError(
-                f"load_state_dict() into a pipeline: {prefix + key!r} is on another rank. Load before the "
-                "pipeline is made, or, from a checkpoint of instep, with instep.load()"
-            )
+            raise RuntimeError(reason.format(prefix + key))

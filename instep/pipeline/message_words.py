@@ -72,8 +72,9 @@ class TensorSpec(NamedTuple):
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def of(self, part: Tensor) -> Tensor:
-        """``part``, its bytes, as such a tensor."""
+    def of(self, part: Tensor, device: torch.device) -> Tensor:
+        """``part``, its bytes, as such a tensor; on ``device`` if it was on one."""
+        part = part.to(device) if self.on_device else part
         x = part.view(self.dtype).as_strided(self.shape, self.strides)
         return x.requires_grad_() if self.requires_grad else x
 

@@ -81,55 +81,43 @@ class PipelineTrial:
 
     def _reference(self, task: StepTask, parameters: Sequence[Tensor]) -> Generator[Part]:
         """The gradients of ``parameters``, of all layers, micro-batch by micro-batch. Collective."""
-        with self._whole() as whole, ExitStack() as stack:
-            blocks = numbered_blocks(self.module, self.layers)
-            keys = LeafKeys(whole.layers, self.seed, generators(whole.device), blocks)
-            for handle in keys.hooks:
-                stack.callback(handle.remove)
-            stack.enter_context(keys.step())
-            for leaf in task.own:
-                yield f"micro-batch {leaf}", partial(whole.gradients, task, leaf, keys, parameters)
-
-    @contextmanager
-    def _whole(self) -> Iterator[WholeModel]:
-        """All layers, with values. Collective."""
-        instead: dict[int, nn.Parameter] = {}
+        instead: dict[int, nn.Parameter] = {}  # with values, by the identity of what they stand for
         for p in self.home.parameters:
             own = with_strides(self.home.fetch(p), self.home.strides_of(p))
             instead[id(p)] = nn.Parameter(own, p.requires_grad)
         layers = Layers(self.layers)
-        with replaced(layers.places(instead)):
-            yield WholeModel(layers, instead)
+        with replaced(layers.places(instead)), ExitStack() as stack:
+            device = next((p.device for p in layers.parameters()), torch.device("cpu"))
+            blocks = numbered_blocks(self.module, self.layers)
+            keys = LeafKeys(layers, self.seed, generators(device), blocks)
+            for handle in keys.hooks:
+                stack.callback(handle.remove)
+            stack.enter_context(keys.step())
+            mine = [instead[id(p)] for p in parameters]
+            for leaf in task.own:
+                yield f"micro-batch {leaf}", partial(_gradients, layers, task, leaf, keys, device, mine)
 
 
-@dataclass
-class WholeModel:
-    """``layers``, in which others stand ``instead`` of parameters, by their identity."""
-
-    layers: Layers
-    instead: dict[int, nn.Parameter]
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return next((p.device for p in self.layers.parameters()), torch.device("cpu"))
-
-    def gradients(
-        self, task: StepTask, leaf: int, keys: LeafKeys, parameters: Sequence[Tensor]
-    ) -> tuple[int, list[Tensor | None]]:
-        """The weight of micro-batch ``leaf``, the next one, and its gradients of ``parameters``."""
-        micro_batch = next(task.read)
-        with keys.leaf(task.step, leaf):
-            given = task.inputs(micro_batch)
-            output = self.layers(*given) if isinstance(given, tuple) else self.layers(given)
-            loss = task.loss(output, micro_batch)
-            if loss.requires_grad:
-                with torch.autocast(self.device.type, enabled=False):
-                    loss.backward()
-        found = [self.instead[id(p)].grad for p in parameters]
-        for other in self.instead.values():
-            other.grad = None
-        return micro_batch.checked_weight(), found
+def _gradients(
+    layers: Layers,
+    task: StepTask,
+    leaf: int,
+    keys: LeafKeys,
+    device: torch.device,
+    parameters: Sequence[Tensor],
+) -> tuple[int, list[Tensor | None]]:
+    """The weight of micro-batch ``leaf``, the next one, and its gradients of ``parameters``."""
+    micro_batch = next(task.read)
+    with keys.leaf(task.step, leaf):
+        given = task.inputs(micro_batch)
+        loss = task.loss(layers(*given) if isinstance(given, tuple) else layers(given), micro_batch)
+        if loss.requires_grad:
+            with torch.autocast(device.type, enabled=False):
+                loss.backward()
+    found = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return micro_batch.checked_weight(), found
 
 
 @contextmanager

@@ -497,13 +497,11 @@ class Pipeline(WrappedOnce, ModuleProxy):
         for group in (*self._channel.directions, self._pp_group, self.group):
             group.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a pipeline cannot be copied, as a rank has some of its layers: copy before it is made"
+            "a pipeline can be neither copied nor pickled, as a rank has some of its layers: copy the model "
+            "before it is made, or use instep.save"
         )
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a pipeline cannot be pickled, as a rank has some of its layers: use instep.save")
 
     def __instep_state__(self) -> Wrapped:
         reducers = [stage.reducer for stage in self._stages.values()]

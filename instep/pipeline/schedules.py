@@ -34,28 +34,14 @@ OWN = "your own"
 
 def naive(ranks: int, micro_batches: int) -> Schedule:
     """One stage at a time: a micro-batch is through, forward and backward, before the next one begins."""
-    return Schedule(
-        tuple(
-            tuple(Action(rank, kind, k) for k in range(micro_batches) for kind in (FORWARD, BACKWARD))
-            for rank in range(ranks)
-        ),
-        tuple(range(ranks)),
-        micro_batches,
-        "naive",
-    )
+    order = [(kind, k) for k in range(micro_batches) for kind in (FORWARD, BACKWARD)]
+    return Schedule.of([[Action(rank, *one) for one in order] for rank in range(ranks)], "naive")
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards."""
-    return Schedule(
-        tuple(
-            tuple(Action(rank, kind, k) for kind in (FORWARD, BACKWARD) for k in range(micro_batches))
-            for rank in range(ranks)
-        ),
-        tuple(range(ranks)),
-        micro_batches,
-        "gpipe",
-    )
+    order = [(kind, k) for kind in (FORWARD, BACKWARD) for k in range(micro_batches)]
+    return Schedule.of([[Action(rank, *one) for one in order] for rank in range(ranks)], "gpipe")
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
@@ -65,7 +51,7 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
         forwards = [Action(rank, FORWARD, k) for k in range(micro_batches)]
         backwards = [[Action(rank, BACKWARD, k)] for k in range(micro_batches)]
         rows.append(_in_turns(forwards, backwards, ahead=ranks - 1 - rank))
-    return Schedule(tuple(rows), tuple(range(ranks)), micro_batches, "1f1b")
+    return Schedule.of(rows, "1f1b")
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -86,8 +72,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
         forwards = [Action(chunk * ranks + rank, FORWARD, k) for chunk, k in order]
         backwards = [[Action((last - chunk) * ranks + rank, BACKWARD, k)] for chunk, k in order]
         rows.append(_in_turns(forwards, backwards, ahead=warm_up + 2 * (ranks - 1 - rank)))
-    stage_ranks = tuple(stage % ranks for stage in range(ranks * chunks))
-    return Schedule(tuple(rows), stage_ranks, micro_batches, "interleaved")
+    return Schedule.of(rows, "interleaved")
 
 
 def _groups(micro_batches: int, number: int) -> list[range]:
@@ -116,7 +101,7 @@ def _zero_bubble(ranks: int, micro_batches: int, depth: int, name: str) -> Sched
         for k in range(micro_batches):
             backwards[min(k + late, micro_batches - 1)].append(Action(rank, WEIGHT_GRADIENT, k))
         rows.append(_in_turns(forwards, backwards, ahead=depth * (ranks - 1 - rank)))
-    return Schedule(tuple(rows), tuple(range(ranks)), micro_batches, name)
+    return Schedule.of(rows, name)
 
 
 def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
@@ -126,7 +111,6 @@ def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
     rank holds more than any other. Written for at least 2p - 1 micro-batches; with fewer, those that are
     not there are left out.
     """
-    stage_ranks = (*range(ranks), *reversed(range(ranks)))
     rows = []
     for rank in range(ranks):
         stages = rank, V_CHUNKS * ranks - 1 - rank
@@ -138,8 +122,8 @@ def zero_bubble_v(ranks: int, micro_batches: int) -> Schedule:
             counts[letter] = k + 1
             if k < micro_batches:
                 row.append(Action(stages[letter.islower()], letter.upper(), k))
-        rows.append(tuple(row))
-    return Schedule(tuple(rows), stage_ranks, micro_batches, "zb-v")
+        rows.append(row)
+    return Schedule.of(rows, "zb-v")
 
 
 def _v_letters(ranks: int, micro_batches: int, rank: int) -> str:
@@ -161,12 +145,12 @@ def _v_letters(ranks: int, micro_batches: int, rank: int) -> str:
     )
 
 
-def _in_turns(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> tuple[Action, ...]:
+def _in_turns(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
     """The first ``ahead`` forwards, then a forward and a backward in turns, then the backwards left."""
     row = forwards[:ahead]
     for k, backward in enumerate(backwards):
         row += [*forwards[ahead + k : ahead + k + 1], *backward]
-    return tuple(row)
+    return row
 
 
 NAMES: dict[str, Callable[..., Schedule]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from instep.pipeline.actions import COMPUTE, MESSAGES, Action, GridPlace, Schedule
+from instep.pipeline.actions import COMPUTE, Action, GridPlace, Schedule
 
 F, B, I, W = COMPUTE  # noqa: E741
 TWO = """# 2 ranks, 2 stages, 3 micro-batches
@@ -13,7 +13,7 @@ rank 1:  .  1F0 1B0 1F1 1B1 1F2 1B2
 """
 
 
-@pytest.mark.parametrize("kind", [*COMPUTE, *MESSAGES])
+@pytest.mark.parametrize("kind", COMPUTE)
 def test_an_action_prints_and_parses(kind):
     action = Action(12, kind, 3)
     assert str(action) == f"12{kind}3"
@@ -51,11 +51,6 @@ def test_a_schedule_prints_as_the_grid_that_it_is_read_from():
 def test_only_the_order_within_a_row_is_read():
     loose = "0F0,0F1 0B0  # the first rank\n\n  # nothing here\n1F0,.,.,1B0,,1F1\t1B1,"
     assert Schedule.parse(loose).rows == Schedule.parse("rank 0: 0F0 0F1 0B0\nrank 1: 1F0 1B0 1F1 1B1").rows
-
-
-def test_a_csv_of_torch_is_read_without_what_is_derived():
-    text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,,0B0,0REDUCE_GRAD\n,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD\n"
-    assert Schedule.parse(text).rows == Schedule.parse("0F0 0B0\n1F0 1B0").rows
 
 
 def test_a_stage_is_held_by_the_rank_that_works_on_it():

@@ -38,20 +38,13 @@ def test_a_backward_before_its_forward_is_refused():
 
 def test_ranks_that_wait_for_each_other_are_refused():
     assert refusal("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1") == (
-        "these ranks wait for each other: rank 0 at 0B0 for 1B0, rank 1 at 1F1 for 0F1: "
+        "these ranks wait for ever: rank 0 at 0B0 for 1B0, rank 1 at 1F1 for 0F1: "
         "put what is waited for before what waits\n\n"
         "rank 0: 0F0  .   .  0B0 0F1 0B1\n"
         "                    ^^^ <-- here\n"
         "rank 1:  .  1F0  .  1F1 1B0 1B1\n"
         "                    ^^^ <-- here"
     )
-
-
-def test_what_waits_for_a_circle_is_not_part_of_it():
-    """Rank 2 waits too, but for rank 1."""
-    text = refusal("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1")
-    assert "rank 0 at 0B0 for 1B0, rank 1 at 1F1 for 0F1:" in text
-    assert text.count("<-- here") == 2
 
 
 @pytest.mark.parametrize(
@@ -74,14 +67,6 @@ def test_what_is_missing_doubled_or_misplaced_is_named_and_marked(text, words, p
     with pytest.raises(IllegalSchedule, match=re.escape(words)) as refused:
         check(Schedule.parse(text))
     assert list(refused.value.places) == [GridPlace(*place) for place in places]
-
-
-def test_messages_in_the_rows_are_refused():
-    schedule = Schedule(((Action(0, "F", 0), Action(0, "SEND_F", 0), Action(0, "B", 0)),), (0,), 1)
-    with pytest.raises(
-        IllegalSchedule, match="0SEND_F0 is no computation: leave messages out, they are derived"
-    ):
-        check(schedule)
 
 
 def test_between_input_and_weight_gradient_a_part_stays():
@@ -120,7 +105,7 @@ def test_with_a_forward_and_its_backward_swapped_a_schedule_is_refused(schedule,
     backward = next(a for a in row if a.result == forward._replace(kind="I"))
     i, j = row.index(forward), row.index(backward)
     row[i], row[j] = row[j], row[i]
-    with pytest.raises(IllegalSchedule, match=r"waits for ever|wait for each other"):
+    with pytest.raises(IllegalSchedule, match=r"waits? for ever"):
         check(changed(schedule, rank, row))
 
 
@@ -151,9 +136,7 @@ def test_a_rank_that_finishes_each_micro_batch_starves_a_rank_that_fills(schedul
     all_at_once = [Action(rank + 1, kind, k) for kind in "FB" for k in range(schedule.num_micro_batches)]
     rows = [*schedule.rows]
     rows[rank], rows[rank + 1] = tuple(one_by_one), tuple(all_at_once)
-    with pytest.raises(
-        IllegalSchedule, match=f"wait for each other: rank {rank} at {rank}B0 for {rank + 1}B0"
-    ):
+    with pytest.raises(IllegalSchedule, match=f"wait for ever: .*rank {rank} at {rank}B0 for {rank + 1}B0"):
         check(Schedule(tuple(rows), schedule.stage_ranks, schedule.num_micro_batches))
 
 
