@@ -26,7 +26,6 @@ from benchmarks.pipeline.published import (
 from benchmarks.pipeline.published import (
     peak_activations as peak_by_formula,
 )
-from instep.bench.charts import StepPanel, pipeline_steps
 from instep.bench.tables import cell, markdown, prepare, show, write_between, write_json
 from instep.events import Timeline
 from instep.pipeline.actions import Schedule
@@ -34,11 +33,11 @@ from instep.pipeline.check import check, peak_activations
 from instep.pipeline.closed_forms import cost_s
 from instep.pipeline.schedules import NAMES, generate
 from instep.pipeline.simulate import StageTimes, bubble_rate, makespan_s, simulate
+from instep.timeline.step_chart import side_by_side
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/pipeline/run.py"
 RANKS, MICRO_BATCHES = 4, 8  # of the chart and of the table of all schedules
-LONGEST = 34.0  # forwards of a micro-batch on one rank: what goes on after it is cut off
 UNIT_S = 3.0  # of a rank's forward, input-gradient and weight-gradient of one micro-batch, a second each
 
 Table = list[dict[str, Any]]
@@ -165,33 +164,31 @@ def all_schedules() -> Table:
 
 
 def draw(path: Path) -> list[Path]:
-    """Every schedule as boxes in time; F, I and W of all a rank's stages take one unit each."""
-    panels = []
-    for schedule in (generate(name, RANKS, MICRO_BATCHES) for name in NAMES):
-        timeline, chunks = units(schedule), schedule.num_stages // RANKS
-        peak = max(peak_activations(schedule)) / chunks
+    """Every schedule but naive as boxes in time; F, I and W of all a rank's stages take 1 ms each."""
+    steps, notes = {}, {}
+    for schedule in (generate(name, RANKS, MICRO_BATCHES) for name in NAMES if name != "naive"):
+        peak = max(peak_activations(schedule)) / (schedule.num_stages // RANKS)
         noun = "activation" if peak == 1 else "activations"
-        said = f"{bubble_rate(timeline):.0%} bubble, at most {peak:g} {noun}"
-        panels.append(StepPanel(schedule.name, said, timeline))
-    return pipeline_steps(
-        panels,
+        steps[schedule.name] = units(schedule, 1e-3), 0
+        rate = bubble_rate(units(schedule))
+        notes[schedule.name] = f"{rate:.0%} bubble, at most {peak:g} {noun}"
+    return side_by_side(
+        steps,
         path,
         title="What a pipeline's schedule makes of its ranks' time",
-        subtitle=f"{RANKS} ranks, {MICRO_BATCHES} micro-batches, simulated; a number is a micro-batch, "
-        "underlined: in a rank's second stage; grey is a rank that waits. A backward is an input gradient "
+        subtitle=f"{RANKS} ranks, {MICRO_BATCHES} micro-batches, simulated: a forward of one micro-batch "
+        "takes a rank 1 ms, in all its stages; a number is a micro-batch. A backward is an input gradient "
         "and a weight gradient. Bubbles count from a rank's first box to its last, activations are what a "
         "rank keeps of one micro-batch.",
-        label="time, in forwards of one micro-batch on one rank",
-        unit_s=1.0,
-        longest=LONGEST,
-        length=lambda units: f"{units:g}",
+        notes=notes,
+        ranks=range(RANKS),
     )
 
 
-def units(schedule: Schedule) -> Timeline:
-    """Simulated without messages, F, I and W of all a rank's stages a second each."""
-    chunks = schedule.num_stages // schedule.num_ranks
-    return simulate(schedule, StageTimes(1 / chunks, 1 / chunks, 1 / chunks))
+def units(schedule: Schedule, unit_s: float = 1.0) -> Timeline:
+    """Simulated without messages, F, I and W of all a rank's stages ``unit_s`` each."""
+    each_s = unit_s * schedule.num_ranks / schedule.num_stages
+    return simulate(schedule, StageTimes(each_s, each_s, each_s))
 
 
 def waited(schedule: Schedule) -> float:

@@ -4,8 +4,6 @@
     bars             a row per thing, with its spread
     sweep            a curve, its best point and the predicted one
     scaling          lines over the number of ranks, beside the ideal
-    pipeline_steps   steps of a pipeline as boxes in time, one under the other over one axis
-    against_micro_batches    its bubbles, measured, simulated and by formula, a panel per schedule
 
 Rows are those of ``tables``. This file, ``timeline.style`` and ``timeline.step_chart`` are the only ones that
 import matplotlib, which takes half a second: modules that ranks import must not import it.
@@ -13,21 +11,15 @@ import matplotlib, which takes half a second: modules that ranks import must not
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullLocator, PercentFormatter
+from matplotlib.ticker import NullLocator
 
 from instep.bench.tables import Row, cell, duration_text, size_text
-from instep.events import Event, Timeline
-from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
 from instep.timeline import style
 from instep.timeline.style import GRID, INK, MUTED
 
@@ -36,20 +28,6 @@ BAR = 0.46
 NARROWEST = 9.5
 MOST_BANDS = 4  # more of them, one over the other, tell nothing
 DASHES = (0, (4, 3))
-
-# Of steps of a pipeline: inches, and points.
-RANK, APART, LEFT, RIGHT, BOTTOM = 0.2, 0.46, 0.75, 0.95, 0.85
-SEAM, DIGIT = 0.01, 0.066
-NUMBER = 7.5
-ACTION_COLOURS = {
-    SPANS[FORWARD]: style.SKY,
-    SPANS[BACKWARD]: style.BLUE,
-    SPANS[INPUT_GRADIENT]: style.ORANGE,
-    SPANS[WEIGHT_GRADIENT]: style.GREEN,
-}
-WHITE_ON = {SPANS[BACKWARD], SPANS[WEIGHT_GRADIENT]}
-# Of bubbles.
-ACROSS, SMALL_PANEL = 4, (2.25, 1.75)
 
 
 def against_size(
@@ -354,193 +332,3 @@ def _say(axes: Axes, text: str, at: tuple[float, float], rise: float, **look: An
 
 def _plain(value: float) -> str:
     return f"{value:g}"
-
-
-@dataclass(frozen=True)
-class StepPanel:
-    """A step of a pipeline to be drawn; ``note`` is written beside its name."""
-
-    name: str
-    note: str
-    timeline: Timeline
-
-    @property
-    def computed(self) -> list[Event]:
-        """What ranks computed, by its start."""
-        return [event for event in self.timeline.events if event.name in ACTION_COLOURS]
-
-
-def pipeline_steps(
-    panels: Sequence[StepPanel],
-    path: str | Path,
-    *,
-    title: str,
-    subtitle: str = "",
-    label: str = "ms",
-    unit_s: float = 1e-3,
-    longest: float = math.inf,
-    length: Callable[[float], str] = lambda ms: f"{ms:,.0f} ms",
-) -> list[Path]:
-    """Steps as boxes in time, a panel each, over one axis from the first computation of each.
-
-    A number is a micro-batch, underlined in a rank's second stage; grey is a rank that waits.
-
-    Args:
-        label: what the axis counts, ``unit_s`` seconds each; ``length`` is the text of the end of a step.
-        longest: what goes on after it is cut off, in these units.
-    """
-    with style.styled():
-        top = style.head_inches(title, subtitle, NARROWEST)
-        ranks = [RANK * len(panel.timeline.ranks) for panel in panels]
-        height = top + sum(ranks) + len(panels) * APART + BOTTOM
-        figure = Figure(figsize=(NARROWEST, height))
-        style.head(figure, title, subtitle)
-        ends = [(panel.computed[0].start_ns, _last_ns(panel)) for panel in panels]
-        end = min(longest, max((last - first) / 1e9 / unit_s for first, last in ends))
-        aside = 8.0 * max(len(panel.name) for panel in panels)
-        y = height - top
-        for panel, high in zip(panels, ranks, strict=True):
-            y -= high + APART
-            across = NARROWEST - LEFT - RIGHT
-            axes = figure.add_axes((LEFT / NARROWEST, y / height, across / NARROWEST, high / height))
-            axes.set_xlim(0, end)
-            _step(axes, panel, unit_s, across / end, length)
-            _named(axes, panel, aside)
-            axes.tick_params(axis="x", labelbottom=panel is panels[-1])
-        axes.set_xlabel(label)
-        _legend(figure, {event.name for panel in panels for event in panel.computed})
-        return style.save(figure, path)
-
-
-def _last_ns(panel: StepPanel) -> int:
-    return max(event.end_ns for event in panel.computed)
-
-
-def _step(axes: Axes, panel: StepPanel, unit_s: float, inches: float, length: Callable[[float], str]) -> None:
-    """The boxes of a step; a unit of the axis has so many ``inches``."""
-    ranks, computed = panel.timeline.ranks, panel.computed
-    start_ns, longest = computed[0].start_ns, axes.get_xlim()[1]
-    end = (_last_ns(panel) - start_ns) / 1e9 / unit_s
-    axes.set_ylim(len(ranks), 0)
-    axes.grid(visible=False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_yticks([i + 0.5 for i in range(len(ranks))], [f"rank {rank}" for rank in ranks])
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
-    for i in range(len(ranks)):
-        axes.add_patch(Rectangle((0, i + 0.06), min(end, longest), 0.88, facecolor=GRID, linewidth=0))
-    for event in computed:
-        begin, wide = (event.start_ns - start_ns) / 1e9 / unit_s, event.duration_s / unit_s
-        if begin + wide <= longest * (1 + 1e-9):
-            later = event.stage >= len(ranks)
-            _action(axes, event, (begin, ranks.index(event.rank)), wide, inches, later=later)
-    words = length(end) if end <= longest else f"... {length(end)}"
-    axes.annotate(
-        words, (min(end, longest), len(ranks) / 2), (5, 0), textcoords="offset points", va="center",
-        fontsize=11, fontweight="bold", color=INK, annotation_clip=False,
-    )  # fmt: skip
-
-
-def _action(
-    axes: Axes, event: Event, at: tuple[float, float], wide: float, inches: float, *, later: bool
-) -> None:
-    """A box, and the number of its micro-batch if that has room."""
-    (begin, row), shown = at, max(wide - SEAM / inches, wide / 2)
-    colour = ACTION_COLOURS[event.name]
-    axes.add_patch(Rectangle((begin, row + 0.06), shown, 0.88, facecolor=colour, linewidth=0))
-    if later:
-        axes.add_patch(Rectangle((begin, row + 0.82), shown, 0.12, facecolor=INK, linewidth=0))
-    text = str(event.leaf)
-    if len(text) * DIGIT < wide * inches:
-        axes.text(
-            begin + shown / 2, row + (0.48 if later else 0.52), text, ha="center", va="center",
-            fontsize=NUMBER, color="white" if event.name in WHITE_ON else INK,
-        )  # fmt: skip
-
-
-def _named(axes: Axes, panel: StepPanel, aside: float) -> None:
-    at: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(panel.name, (0, 1), (0, 4), fontsize=11.5, fontweight="bold", color=INK, **at)
-    axes.annotate(panel.note, (0, 1), (aside, 4), fontsize=10, color=MUTED, **at)
-
-
-def _legend(figure: Figure, kinds: set[str]) -> None:
-    width, height = figure.get_size_inches()
-    x = LEFT
-    for span, colour in ACTION_COLOURS.items():
-        if span not in kinds:
-            continue
-        patch = Rectangle(
-            (x / width, 0.14 / height), 0.24 / width, 0.15 / height, transform=figure.transFigure,
-            facecolor=colour, linewidth=0,
-        )  # fmt: skip
-        figure.add_artist(patch)
-        figure.text((x + 0.31) / width, 0.215 / height, span, fontsize=10, va="center")
-        x += 0.55 + 0.085 * len(span)
-
-
-def against_micro_batches(
-    rows: Sequence[Row], path: str | Path, *, title: str, subtitle: str = ""
-) -> list[Path]:
-    """Bubbles over the number of micro-batches, a panel per schedule: measured, simulated and by formula.
-
-    Rows are those of ``instep bench pipeline``.
-    """
-    names = list(dict.fromkeys(row["schedule"] for row in rows))
-    down, across = -(-len(names) // ACROSS), min(len(names), ACROSS)
-    with style.styled():
-        top = style.head_inches(title, subtitle, NARROWEST) + 0.45
-        height = top + down * (SMALL_PANEL[1] + 0.5) + 0.55
-        figure = Figure(figsize=(max(NARROWEST, 0.9 + SMALL_PANEL[0] * across), height))
-        grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-        style.head(figure, title, subtitle)
-        style.place(figure, left=0.7, right=0.3, top=top, bottom=1.0)
-        figure.subplots_adjust(hspace=0.42, wspace=0.12)
-        for place, axes in enumerate(grid.flat):
-            axes.set_visible(place < len(names))
-            if place < len(names):
-                _bubbles(axes, [row for row in rows if row["schedule"] == names[place]])
-                axes.set_title(names[place], loc="left", fontsize=12, fontweight="bold", color=INK, pad=6)
-        grid[0][0].set_ylim(0, 1.18 * max(row["bubble q75"] for row in rows))
-        grid[0][0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        for axes in list(grid.flat)[max(len(names) - across, 0) : len(names)]:  # none is below
-            axes.set_xlabel("micro-batches")
-            axes.tick_params(axis="x", labelbottom=True)
-        _lines_legend(figure)
-        return style.save(figure, path)
-
-
-def _bubbles(axes: Axes, rows: Sequence[Row]) -> None:
-    rows = sorted(rows, key=lambda row: row["micro-batches"])
-    counts = [row["micro-batches"] for row in rows]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.margins(x=0.12)
-    known = [(row["micro-batches"], row["by formula"]) for row in rows if row["by formula"] is not None]
-    look: Any = {"color": MUTED, "linestyle": DASHES, "linewidth": 1.8, "clip_on": False}  # also at zero
-    axes.plot([m for m, _ in known], [rate for _, rate in known], zorder=2, **look)
-    axes.plot(counts, [row["simulated bubble"] for row in rows], color=style.ORANGE, linewidth=2.2, zorder=3)
-    for row in rows:
-        around = [row["bubble q25"], row["bubble q75"]]
-        axes.plot([row["micro-batches"]] * 2, around, color=style.BLUE, linewidth=1.4, zorder=4)
-    measured = [row["bubble"] for row in rows]
-    axes.plot(counts, measured, "o", color=style.BLUE, markersize=7, markeredgecolor="white", zorder=5)
-    for count, y in zip(counts, measured, strict=True):
-        axes.annotate(
-            f"{y:.0%}", (count, y), (0, 8), textcoords="offset points", ha="center", fontsize=9, color=INK
-        )
-
-
-def _lines_legend(figure: Figure) -> None:
-    looks: dict[str, Any] = {
-        "measured, with quartiles": {"color": style.BLUE, "marker": "o", "linewidth": 0},
-        "simulated with the measured times": {"color": style.ORANGE},
-        "by formula": {"color": MUTED, "linestyle": DASHES},
-    }
-    width, height = figure.get_size_inches()
-    x = 0.7
-    for words, look in looks.items():
-        xs, y = [x / width, (x + 0.17) / width, (x + 0.34) / width], 0.2 / height
-        figure.add_artist(Line2D(xs, [y] * 3, transform=figure.transFigure, markevery=[1], **look))
-        figure.text((x + 0.42) / width, y, words, fontsize=10, va="center_baseline")
-        x += 0.75 + 0.083 * len(words)

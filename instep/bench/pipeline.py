@@ -20,10 +20,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from instep.bench.charts import StepPanel, against_micro_batches, pipeline_steps
+from instep.bench.charts import bars
 from instep.bench.options import PipelineOptions
 from instep.bench.pipeline_rank import measure_pipelines, variant
 from instep.bench.steps import spread, with_quartiles
@@ -46,6 +47,7 @@ from instep.pipeline.recorded import PipelineStep, recorded_actions
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, simulate
 from instep.plan.memory_estimate import activation_bytes
+from instep.timeline.step_chart import side_by_side
 
 MS, MEGABYTE = 1e3, 1e6
 WEIGHTS_AND_GRADIENTS = 2
@@ -81,12 +83,14 @@ class MeasuredStep:
     schedule: Schedule
     step_s: float
     recorded: PipelineStep
+    events: Timeline
 
     @classmethod
     def of(cls, schedule: Schedule, by_rank: Sequence[Mapping[str, Any]]) -> MeasuredStep:
         """What each rank has measured of it: "step_s" and "events"."""
-        rows = [recorded_actions(Event(*fields) for fields in its["events"]) for its in by_rank]
-        return cls(schedule, max(its["step_s"] for its in by_rank), PipelineStep(dict(enumerate(rows))))
+        events = [[Event(*fields) for fields in its["events"]] for its in by_rank]
+        recorded = PipelineStep(dict(enumerate(map(recorded_actions, events))))
+        return cls(schedule, max(its["step_s"] for its in by_rank), recorded, Timeline(chain(*events)))
 
     @property
     def timeline(self) -> Timeline:
@@ -354,36 +358,47 @@ def short(row: Row) -> dict[str, Any]:
 
 
 def draw(results: PipelineResults, path: Path) -> list[Path]:
-    """Bubbles over the number of micro-batches; and, in files named "-steps", steps as boxes in time."""
+    """Bubbles of all schedules; and, in files named "-steps", steps as boxes in time."""
     place = f"{results.text}, on {machine()}"
-    bubbles = against_micro_batches(
-        results.rows,
-        path,
-        title=f"More micro-batches, smaller bubbles: {results.options.ranks} stages",
+    most = max((m for m in results.options.counts if m <= MOST_DRAWN), default=results.options.counts[0])
+    bubbles = bars(
+        [bar for row in results.rows if row["micro-batches"] == most for bar in _bars_of(row)], path,
+        title=f"Bubbles of {results.options.ranks} stages, {most} micro-batches",
         subtitle=f"{place}; median and quartiles of {results.options.samples} steps, all in turns. "
         "Simulated: with the forwards, backwards and messages that were measured",
-    )
-    most = max((m for m in results.options.counts if m <= MOST_DRAWN), default=results.options.counts[0])
+        label="how", value="bubble", low="low", high="high", unit="%", group="schedule",
+    )  # fmt: skip
     found = [one for one in results.steps if one.schedule.num_micro_batches == most]
-    found = [one for one in found if one.schedule.name in DRAWN] or found
-    steps = pipeline_steps(
-        [panel for one in found for panel in panels_of(one)],
+    steps: dict[str, tuple[Timeline, int]] = {}
+    notes = {}
+    for one in [one for one in found if one.schedule.name in DRAWN] or found:
+        middle = one.middle()
+        for how, timeline, counted in (
+            ("measured", middle.events, middle.timeline),
+            ("simulated", middle.simulated, middle.simulated),
+        ):
+            name = f"{one.schedule.name}, {how}"
+            steps[name], notes[name] = (timeline, 0), f"{bubble_rate(counted):.1%} bubble"
+    drawn = side_by_side(
+        steps,
         path.with_stem(f"{path.stem}-steps"),
         title="A pipeline's step, measured and simulated",
         subtitle=f"{place}; {most} micro-batches. Above the step that took as long as most, below the "
-        "simulator with its average forward and backward and its median message; grey is a rank that waits",
-        label="ms since the first forward began",
+        "simulator with its average forward and backward and its median message",
+        notes=notes,
+        ranks=range(results.options.ranks),
     )
-    return [*bubbles, *steps]
+    return [*bubbles, *drawn]
 
 
-def panels_of(one: PipelineSteps) -> list[StepPanel]:
-    """The step that took as long as most, and what the simulator makes of it."""
-    step, name = one.middle(), one.schedule.name
-    return [
-        StepPanel(f"{name}, {how}", f"{bubble_rate(timeline):.1%} bubble", timeline)
-        for how, timeline in (("measured", step.timeline), ("simulated", step.simulated))
-    ]
+def _bars_of(row: Row) -> list[dict[str, Any]]:
+    """The bubble of a schedule in percent: measured, simulated, by formula."""
+    found: list[dict[str, Any]] = []
+    for how, column in (("measured", "bubble"), ("simulated", "simulated bubble"), ("by formula",) * 2):
+        if row[column] is not None:
+            found.append({"schedule": row["schedule"], "how": how, "bubble": 100 * row[column]})
+    found[0] |= {"low": 100 * row["bubble q25"], "high": 100 * row["bubble q75"]}
+    return found
 
 
 def _num_cores() -> int:

@@ -7,16 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.bench.charts import (
-    StepPanel,
-    against_micro_batches,
     against_size,
     bars,
-    pipeline_steps,
     scaling,
     sweep,
 )
-from instep.pipeline.schedules import NAMES, generate
-from instep.pipeline.simulate import StageTimes, simulate
 from instep.timeline.style import colours, spread
 
 SIZES = [
@@ -47,29 +42,7 @@ THROUGHPUT = [
     for name in ("none", "bucketed")
     for ranks, y in ((1, 10.0), (2, 19.0), (4, 20.0))
 ]
-BUBBLES = [
-    {
-        "schedule": name,
-        "micro-batches": m,
-        "bubble": 1.1 / (m + 1),
-        "bubble q25": 1 / (m + 1),
-        "bubble q75": 1.2 / (m + 1),
-        "simulated bubble": 1.05 / (m + 1),
-        "by formula": 1 / (m + 1) if m > 1 else None,
-    }
-    for name in NAMES
-    for m in (1, 2, 8)
-]
-STEP_PANELS = [
-    StepPanel(name, "a note", simulate(generate(name, 2, 4), StageTimes(0.01, 0.01, 0.01)))
-    for name in ("gpipe", "1f1b", "zb-v")
-]
 DRAW = {
-    "bubbles": lambda path: against_micro_batches(BUBBLES, path, title="A title"),
-    "steps of pipelines": lambda path: pipeline_steps(STEP_PANELS, path, title="A title"),
-    "steps that are cut off": lambda path: pipeline_steps(
-        STEP_PANELS, path, title="A title", longest=3, unit_s=0.1
-    ),
     "lines": lambda path: against_size(SIZES, path, title="A title", subtitle="how " * 60),
     "bars": lambda path: bars(
         STEPS, path, title="A title", group="setting", reference=100, reference_text="torch DDP", unit="ms"
