@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
-from instep.bench.collectives import by_backend, by_size, measure, prediction, where
+from instep.bench.collectives import against_size, by_backend, by_size, measure, prediction, where
 from instep.bench.options import CollectivesOptions, sizes_of
 from instep.bench.tables import Row
 from instep.comm.algorithms import SCHEDULES
@@ -85,7 +85,6 @@ def draw(results: Mapping[str, Any], options: CollectivesOptions, folder: Path) 
     rows = [
         {
             **row,
-            "hosts": row["ranks"],
             "panel": f"{row['ranks']} hosts",
             **{f"{name}(ms)": row[f"{name}(us)"] / 1e3 for name in ("time", "min", "p99")},
         }
@@ -93,7 +92,7 @@ def draw(results: Mapping[str, Any], options: CollectivesOptions, folder: Path) 
     ]
     how = f"float32, a host per rank, all on two cores; median of {options.samples} samples"
     title = f"over links of {options.rate}"
-    charts.against_size(rows, folder / "chart.svg", title=f"Broadcast {title}", subtitle=how, panel="hosts")
+    against_size(rows, folder / "chart.svg", title=f"Broadcast {title}", subtitle=how, hosts="hosts")
     most = max(sizes_of(options))
     charts.bars(
         [row for row in rows if row["size(B)"] > most / 2],

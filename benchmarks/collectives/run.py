@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from instep.bench import charts, tables
+from instep.bench import tables
 from instep.bench.collectives import (
     CHART_BACKENDS,
     PAIRS,
     SUMMARY_SIZES,
+    against_size,
     beside_gloo,
     beside_the_bound,
     by_backend,
@@ -135,9 +136,7 @@ def main() -> int:
     tables.write_json(wanted.out / "results.json", results, command=command)
     tables.write_csv(wanted.out / "results.csv", results["rows"])
     drawn = [r for r in results["rows"] if r["ranks"] in IN_CHART and r["backend"] in CHART_BACKENDS]
-    charts.against_size(
-        drawn, wanted.out / "chart.svg", title="All-reduce on one host", subtitle=subtitle(drawn)
-    )
+    against_size(drawn, wanted.out / "chart.svg", title="All-reduce on one host", subtitle=subtitle(drawn))
     text = block(results, sorted({size for one in options for size in sizes_of(one)}))
     tables.write_between(wanted.out / "README.md", "collectives", text)
     if not wanted.quick and wanted.out.resolve() == HERE:

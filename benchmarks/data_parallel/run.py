@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from instep.bench import tables
-from instep.bench.data_parallel import draw, measure, notes, short, title_of
+from instep.bench.data_parallel import draw, measure, notes, title_of
 from instep.bench.options import DataParallelOptions
 
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ COMMAND = "python benchmarks/data_parallel/run.py"
 def main() -> int:
     wanted = arguments()
     results = measure(DataParallelOptions(ranks=wanted.ranks, samples=wanted.samples))
-    rows = [short(row) for row in results["rows"]]
+    rows = tables.short(results["rows"])
     tables.show(rows, title_of(results), notes=notes(results))
     folder: Path = wanted.out
     tables.prepare(folder, HERE)

@@ -22,9 +22,20 @@ from typing import Any
 from instep.bench.charts import bars
 from instep.bench.hosts import RATE_TEXT
 from instep.bench.options import parse_count
-from instep.bench.steps import MS, StepResults, require_room, spread, with_quartiles
+from instep.bench.steps import MS, StepResults, require_room
 from instep.bench.steps_rank import measure_steps
-from instep.bench.tables import Row, environment, markdown, prepare, quantile, show, write_between, write_json
+from instep.bench.tables import (
+    Row,
+    environment,
+    markdown,
+    prepare,
+    quantile,
+    show,
+    spread,
+    with_quartiles,
+    write_between,
+    write_json,
+)
 from instep.bench.variants import NONE, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import over_link

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.bench.memory_savers import draw, measure, notes, short, tables
+from instep.bench.memory_savers import draw, measure, notes, tables
 from instep.bench.options import MemorySaversOptions
 from instep.bench.tables import (
     environment,
     made_where,
     markdown,
     prepare,
+    short,
     write_between,
     write_csv,
     write_json,
@@ -67,7 +68,7 @@ def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     draw(results, folder / "chart.svg")
     said = "\n".join(f"- {note}" for note in notes(results))
     readme = folder / "README.md"
-    write_between(readme, "memory table", f"{markdown([short(row) for row in results['rows']])}\n\n{said}")
+    write_between(readme, "memory table", f"{markdown(short(results['rows']))}\n\n{said}")
     write_between(readme, "loss table", markdown(results["runs"].get("rows", [])))
     write_between(
         readme,

@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from instep.bench.options import PipelineOptions
-from instep.bench.pipeline import PipelineResults, draw, measure, short
-from instep.bench.steps import with_quartiles
+from instep.bench.pipeline import PipelineResults, draw, measure, short_row
 from instep.bench.tables import (
     Row,
     environment,
@@ -27,6 +26,7 @@ from instep.bench.tables import (
     markdown,
     prepare,
     show,
+    with_quartiles,
     write_between,
     write_json,
 )
@@ -49,7 +49,7 @@ def main() -> int:
     deep = measure(replace(options, ranks=DEEP, micro_batches=(str(AT),), samples=1))
     tables = {
         "few and many": few_and_many(results.rows),
-        "measured": [short(row) for row in results.rows],
+        "measured": [short_row(row) for row in results.rows],
         "kept": [{name: row[name] for name in KEPT} for row in deep.rows],
     }
     minutes = (time.monotonic() - began) / 60

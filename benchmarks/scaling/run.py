@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.bench import tables
 from instep.bench.options import ScalingOptions
-from instep.bench.scaling import draw, measure, notes, short, title_of
+from instep.bench.scaling import HIDDEN, draw, measure, notes, title_of
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/scaling/run.py"
@@ -32,7 +32,8 @@ def main() -> int:
             strategies=("bucketed", "DDP"),
         )
     )
-    tables.show(short(results["rows"]), title_of(results), notes=notes(results))
+    rows = tables.short(results["rows"], HIDDEN)
+    tables.show(rows, title_of(results), notes=notes(results))
     write(results, wanted.out, (time.monotonic() - began) / 60)
     return 0
 
@@ -55,7 +56,7 @@ def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     tables.write_csv(folder / "results.csv", results["rows"])
     draw(results, folder / "chart.svg")
     said = "\n".join(f"- {note}" for note in notes(results))
-    table = tables.markdown(short(results["rows"]))
+    table = tables.markdown(tables.short(results["rows"], HIDDEN))
     tables.write_between(folder / "README.md", "scaling table", f"{title_of(results)}.\n\n{table}\n\n{said}")
     where = tables.made_where(tables.environment(COMMAND), minutes)
     tables.write_between(folder / "README.md", "environment", f"{where}.")

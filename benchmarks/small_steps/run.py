@@ -15,13 +15,14 @@ from typing import Any
 
 from instep.bench.charts import bars
 from instep.bench.options import StepsOptions
-from instep.bench.steps import PANELS, HostResults, measure, with_quartiles
+from instep.bench.steps import PANELS, HostResults, measure
 from instep.bench.tables import (
     Row,
     environment,
     made_where,
     markdown,
     prepare,
+    with_quartiles,
     write_between,
     write_csv,
     write_json,

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from instep.bench.options import StepsOptions, parse_count
-from instep.bench.steps import HostResults, chart, measure, report, short, table
+from instep.bench.steps import HostResults, chart, measure, report, table
 from instep.bench.tables import (
     environment,
     made_where,
     markdown,
     prepare,
+    short,
     write_between,
     write_csv,
     write_json,
@@ -71,7 +72,7 @@ def headline(settings: Sequence[Mapping[str, Any]]) -> str:
     for one in settings:
         for row in one["rows"]:
             if (row["strategy"], row["over"]) in HEADLINE:
-                shown = short(row)
+                (shown,) = short([row])
                 figures = {name: shown[name] for name in ("step(ms)", "x DDP", "gap closed(%)")}
                 who = {
                     "model": Workload(**one["setting"]).text,

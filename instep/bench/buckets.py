@@ -9,6 +9,7 @@ from typing import Any
 
 from instep.bench import charts, tables
 from instep.bench.buckets_rank import COPIES, WARM_UP, measure_buckets
+from instep.bench.charts import Measure
 from instep.bench.hosts import RATE_TEXT
 from instep.bench.options import BucketsOptions
 from instep.bench.workloads import Workload
@@ -29,8 +30,7 @@ def run(options: BucketsOptions) -> None:
         RuntimeError: with a link, that this machine cannot have several hosts, or that a rank failed.
     """
     results = measure(options)
-    shown = [{name: value for name, value in row.items() if name not in HIDDEN} for row in results["rows"]]
-    tables.show(shown, title_of(results), notes=notes(results))
+    tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
@@ -151,21 +151,19 @@ def notes(results: Mapping[str, Any]) -> list[str]:
 
 def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:
     """Step time over bucket size, measured and by the model."""
-    return charts.sweep(
-        results["rows"],
+    rows = [{**row, "of": "bucketed"} for row in results["rows"]]
+    rows += [{**row, "of": "model", "step(ms)": row["model(ms)"]} for row in results["rows"]]
+    return charts.lines(
+        rows,
         path,
+        measures=[Measure("step(ms)", "step time, ms", None, "low(ms)", "high(ms)")],
+        series="of",
+        x="bucket(MiB)",
+        x_label="bucket size, MiB",
+        x_text=lambda size: f"{size:g}",
         title="Step time against bucket size",
         subtitle=f"{Workload(**results['workload']).text}; {place_of(results)}, on "
         f"{tables.machine(results['backend'])}; median of {results['samples']} steps, band: quartiles; "
-        "model: alpha-beta, fitted in the same run",
-        x="bucket(MiB)",
-        y="step(ms)",
-        low="low(ms)",
-        high="high(ms)",
-        predicted="model(ms)",
-        predicted_best=results["best_predicted_mib"],
-        x_label="bucket size, MiB",
-        y_label="step time, ms",
-        x_unit="MiB",
-        y_unit="ms",
+        "model: alpha-beta, fitted in the same run. Best measured: "
+        f"{results['best_measured_mib']:g} MiB; by the model: {results['best_predicted_mib']:.3g} MiB",
     )

@@ -1,9 +1,7 @@
 """Charts of measurements, for a README and for a talk; each is written as SVG and as PNG.
 
-    against_size     lines of time and bandwidth, a panel per number of ranks
-    bars             a row per thing, with its spread
-    sweep            a curve, its best point and the predicted one
-    scaling          lines over the number of ranks, beside the ideal
+    lines    measures over a size or a number, a panel per measure and value of a column
+    bars     a row per thing, with its spread
 
 Rows are those of ``tables``. This file, ``timeline.style`` and ``timeline.step_chart`` are the only ones that
 import matplotlib, which takes half a second: modules that ranks import must not import it.
@@ -11,93 +9,110 @@ import matplotlib, which takes half a second: modules that ranks import must not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from instep.bench.tables import Row, cell, duration_text, size_text
+from instep.bench.tables import Row, cell
 from instep.timeline import style
-from instep.timeline.style import GRID, INK, MUTED
+from instep.timeline.style import INK, MUTED
 
 PANEL = (4.2, 3.1)  # inches
 BAR = 0.46
 NARROWEST = 9.5
 MOST_BANDS = 4  # more of them, one over the other, tell nothing
 DASHES = (0, (4, 3))
+MODELS = ("ideal", "model")  # series that are not measured
 
 
-def against_size(
+@dataclass(frozen=True)
+class Measure:
+    """What a row of panels shows: ``column``, in ``words``, from ``low`` to ``high`` where rows have these.
+
+    The axis is logarithmic with ``text`` at its ticks, or begins at zero.
+    """
+
+    column: str
+    words: str
+    text: Callable[[float], str] | None = None
+    low: str = ""
+    high: str = ""
+
+
+def lines(
     rows: Sequence[Row],
     path: str | Path,
     *,
+    measures: Sequence[Measure],
+    series: str,
+    x: str,
     title: str,
     subtitle: str = "",
-    series: str = "backend",
-    panel: str = "ranks",
-    size: str = "size(B)",
-    time: str = "time(us)",
-    bandwidth: str = "busbw(GB/s)",
+    x_label: str = "",
+    x_text: Callable[[float], str] | None = None,
+    panel: str | None = None,
+    panels: Mapping[Any, str] | None = None,
 ) -> list[Path]:
-    """A row of panels per measure, a column per number of ranks, and in each panel a line per backend.
+    """A row of panels per measure, in each a line over ``x`` per value of ``series``; those of ``MODELS`` are
+    dashed.
 
-    ``series``, ``panel``, ``size`` (bytes), ``time`` (microseconds) and ``bandwidth`` name columns of the
-    rows. The columns ``min(us)`` and ``p99(us)``, where there are such, are the band around a line of time.
+    Every value of the column ``panel`` has a column of panels, under the words that ``panels`` has for it.
+    With ``x_text``, the words of a tick, x is logarithmic.
     """
-    kinds = {
-        "time": (time, "time", duration_text),
-        "bandwidth": (bandwidth, "bus bandwidth, GB/s", _plain),
-    }
-    worlds = sorted({row[panel] for row in rows})
-    colour = style.colours([row[series] for row in rows])
+    names = list(dict.fromkeys(row[panel] for row in rows)) if panel else [""]
+    colour = style.colours([row[series] for row in rows]) | dict.fromkeys(MODELS, MUTED)
     with style.styled():
-        right = 0.5 + 0.105 * max(map(len, colour))
-        width = max(0.9 + PANEL[0] * len(worlds) + right, NARROWEST)
-        figure = Figure(figsize=(width, 1.25 + PANEL[1] * len(kinds)))
-        grid = figure.subplots(len(kinds), len(worlds), squeeze=False, sharex=True, sharey="row")
+        right = 0.5 + 0.105 * max(len(row[series]) for row in rows)
+        width = max(0.95 + PANEL[0] * len(names) + right, NARROWEST)
+        top = style.head_inches(title, subtitle, width) + 0.75
+        figure = Figure(figsize=(width, top + 0.65 + PANEL[1] * len(measures)))
+        grid = figure.subplots(len(measures), len(names), squeeze=False, sharex=True, sharey="row")
         style.head(figure, title, subtitle)
-        style.place(figure, left=0.85, right=right, top=1.35, bottom=0.65)
+        style.place(figure, left=0.95, right=right, top=top, bottom=0.65)
         figure.subplots_adjust(hspace=0.28, wspace=0.1)
-        for across, measure in zip(grid, kinds, strict=True):
-            column, words, text = kinds[measure]
+        for across, measure in zip(grid, measures, strict=True):
             ends: dict[str, float] = {}
-            for axes, world in zip(across, worlds, strict=True):
-                style.log_axis(axes, "x", size_text)
-                style.log_axis(axes, "y", text)
-                mine = [row for row in rows if row[panel] == world]
-                band = ("min(us)", "p99(us)") if column == "time(us)" else None
-                ends = ends | _lines(axes, mine, series, size, column, colour, band)
-            style.caption(across[0], words)
+            for axes, name in zip(across, names, strict=True):
+                mine = [row for row in rows if panel is None or row[panel] == name]
+                ends |= _lines(axes, mine, series, x, measure, colour)
+                if measure.text is not None:
+                    style.log_axis(axes, "y", measure.text)
+                if x_text is not None:
+                    style.log_axis(axes, "x", x_text)
+                else:
+                    axes.set_xticks(sorted({row[x] for row in rows}))
+            if measure.text is None:
+                across[0].set_ylim(bottom=0)
+            style.caption(across[0], measure.words)
             style.label_ends(across[-1], ends, colour)
-        for axes, world in zip(grid[0], worlds, strict=True):
-            axes.set_title(f"{world} {panel}", fontsize=12, color=INK, pad=9)
+        for axes, name in zip(grid[0], names, strict=True):
+            axes.set_title((panels or {}).get(name, name), loc="left", fontsize=12, color=INK, pad=20)
         for axes in grid[-1]:
-            axes.set_xlabel("message size")
+            axes.set_xlabel(x_label or x)
         return style.save(figure, path)
 
 
 def _lines(
-    axes: Axes,
-    rows: Sequence[Row],
-    series: str,
-    size: str,
-    column: str,
-    colour: dict[str, str],
-    band: tuple[str, str] | None = None,
+    axes: Axes, rows: Sequence[Row], series: str, x: str, measure: Measure, colour: Mapping[str, str]
 ) -> dict[str, float]:
-    """Draw a line per value of ``series``, with a ``band`` around it; return the height of each one's end."""
+    """Draw a line per value of ``series``, with its band; return the height of each one's end."""
     ends = {}
-    few = len(colour) <= MOST_BANDS
-    for name in dict.fromkeys(row[series] for row in rows):
-        mine = sorted((row for row in rows if row[series] == name), key=lambda row: row[size])
-        sizes, found = [row[size] for row in mine], [row[column] for row in mine]
-        axes.plot(sizes, found, color=colour[name], marker="o", markeredgecolor="white", markeredgewidth=1)
-        if band and few and all(set(band) <= set(row) for row in mine):
-            low, high = ([row[edge] for row in mine] for edge in band)
-            axes.fill_between(sizes, low, high, color=colour[name], alpha=0.14, linewidth=0)
+    names = list(dict.fromkeys(row[series] for row in rows))
+    for name in names:
+        mine = sorted((row for row in rows if row[series] == name), key=lambda row: row[x])
+        xs, found = [row[x] for row in mine], [row[measure.column] for row in mine]
+        if name in MODELS:
+            axes.plot(xs, found, color=MUTED, linestyle=DASHES, linewidth=1.8, zorder=2)
+        else:
+            look: Any = {"marker": "o", "markeredgecolor": "white", "markeredgewidth": 1}
+            axes.plot(xs, found, color=colour[name], **look)
+            if len(names) <= MOST_BANDS and all({measure.low, measure.high} <= set(row) for row in mine):
+                low, high = ([row[edge] for row in mine] for edge in (measure.low, measure.high))
+                axes.fill_between(xs, low, high, color=colour[name], alpha=0.14, linewidth=0)
         ends[name] = found[-1]
     return ends
 
@@ -177,158 +192,3 @@ def _below(axes: Axes, x: float, text: str) -> None:
         text, (x, 0), (0, -6), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center",
         va="top", fontsize=10,
     )  # fmt: skip
-
-
-def sweep(
-    rows: Sequence[Row],
-    path: str | Path,
-    *,
-    title: str,
-    subtitle: str = "",
-    x: str,
-    y: str,
-    low: str | None = None,
-    high: str | None = None,
-    name: str = "bucketed",
-    predicted: str | None = None,
-    predicted_best: float | None = None,
-    x_label: str = "",
-    y_label: str = "",
-    x_unit: str = "",
-    y_unit: str = "",
-) -> list[Path]:
-    """Measured ``y`` over ``x``, on a logarithmic axis, with its least marked, beside what a model predicts.
-
-    ``x``, ``y``, ``low``, ``high`` and ``predicted`` (the model's ``y``) name columns; ``predicted_best`` is
-    the ``x`` that the model would choose.
-    """
-    rows = sorted(rows, key=lambda row: row[x])
-    sizes, found = [row[x] for row in rows], [row[y] for row in rows]
-    colour = style.colours([name])[name]
-    with style.styled():
-        figure = Figure(figsize=(NARROWEST, 5.4))
-        axes = figure.subplots()
-        style.head(figure, title, subtitle)
-        style.place(figure, left=0.85, right=1.35, top=1.3, bottom=0.7)
-        axes.set_xscale("log")
-        axes.plot(sizes, found, color=colour, marker="o", markersize=8, markeredgecolor="white", zorder=3)
-        ends, end_colours = {"measured": found[-1]}, {"measured": colour}
-        if low and high:
-            band = [row[low] for row in rows], [row[high] for row in rows]
-            axes.fill_between(sizes, *band, color=colour, alpha=0.14, linewidth=0)
-        if predicted:
-            model = [row[predicted] for row in rows]
-            axes.plot(sizes, model, color=MUTED, linestyle=DASHES, linewidth=1.8, zorder=2)
-            ends["model"], end_colours["model"] = model[-1], MUTED
-        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.margins(x=0.07)
-        _make_room(axes)
-        axes.set_xlabel(x_label or x)
-        style.caption(axes, y_label or y)
-        if predicted_best is not None:
-            axes.axvline(predicted_best, color=MUTED, linewidth=1.4, linestyle=DASHES, zorder=1)
-            text = f"model's choice: {predicted_best:.3g} {x_unit}"
-            _say(axes, text, (predicted_best, axes.get_ylim()[1]), -12, color=MUTED)
-        best = found.index(min(found))
-        text = f"best measured: {sizes[best]:g} {x_unit}, {cell(float(found[best]))} {y_unit}"
-        _mark_best(axes, (sizes[best], found[best]), text, colour)
-        style.label_ends(axes, ends, end_colours)
-        return style.save(figure, path)
-
-
-def scaling(
-    rows: Sequence[Row],
-    path: str | Path,
-    *,
-    title: str,
-    subtitle: str = "",
-    series: str = "strategy",
-    panel: str = "work",
-    panels: Mapping[str, str] | None = None,
-    x: str = "ranks",
-    y: str = "tokens/s",
-    low: str = "low",
-    high: str = "high",
-    cores: int | None = None,
-) -> list[Path]:
-    """Measured ``y`` over the number of ranks, a line per value of ``series``, beside one in proportion.
-
-    Every value of ``panel`` has axes of its own, under the words that ``panels`` has for it. The ideal begins
-    at the first point of each. Where there are more ranks than ``cores`` the ground is grey.
-    """
-    names = list(dict.fromkeys(row[panel] for row in rows))
-    colour = style.colours([row[series] for row in rows]) | {"ideal": MUTED}
-    with style.styled():
-        right = 0.5 + 0.105 * max(map(len, colour))
-        width = max(0.95 + PANEL[0] * len(names) + right, NARROWEST)
-        figure = Figure(figsize=(width, 5.2))
-        across = figure.subplots(1, len(names), squeeze=False, sharex=True, sharey=True)[0]
-        style.head(figure, title, subtitle)
-        style.place(figure, left=0.95, right=right, top=1.55, bottom=0.7)
-        figure.subplots_adjust(wspace=0.1)
-        for axes, name in zip(across, names, strict=True):
-            mine = [row for row in rows if row[panel] == name]
-            ends = _lines(axes, mine, series, x, y, colour, band=(low, high))
-            ends["ideal"] = _ideal(axes, [(row[x], row[y]) for row in mine])
-            axes.set_title((panels or {}).get(name, str(name)), loc="left", fontsize=12, color=INK, pad=20)
-            axes.set_xlabel(x)
-            style.caption(axes, y)
-        counts = sorted({row[x] for row in rows})
-        edge = 0.08 * (counts[-1] - counts[0])
-        across[0].set_xticks(counts)
-        across[0].set_xlim(counts[0] - edge, counts[-1] + edge)
-        across[0].set_ylim(bottom=0)
-        if cores is not None and cores < counts[-1]:
-            for axes in across:
-                _crowd(axes, cores, counts[-1] + edge)
-        style.label_ends(across[-1], ends, colour)
-        return style.save(figure, path)
-
-
-def _ideal(axes: Axes, points: Sequence[tuple[float, float]]) -> float:
-    """A dashed line in proportion to the first of ``points``, to the last of them; return where it ends."""
-    (first, start), last = min(points), max(points)[0]
-    ends = [start, start * last / first]
-    axes.plot([first, last], ends, color=MUTED, linestyle=DASHES, linewidth=1.8, zorder=2)
-    return ends[1]
-
-
-def _crowd(axes: Axes, cores: int, right: float) -> None:
-    """Grey ground from where ranks outnumber ``cores``."""
-    axes.axvspan(cores, right, color=GRID, alpha=0.6, linewidth=0, zorder=0)
-    axes.annotate(
-        f"more ranks than cores ({cores})", (cores, 0), (6, 8), xycoords=("data", "axes fraction"),
-        textcoords="offset points", color=MUTED, fontsize=10,
-    )  # fmt: skip
-
-
-def _make_room(axes: Axes) -> None:
-    """For words above and below the curve; from zero, where the curve covers more than half of the height."""
-    bottom, top = axes.get_ylim()
-    room = 0.15 * (top - bottom)
-    axes.set_ylim(0 if bottom < top / 2 else bottom - room, top + room)
-
-
-def _mark_best(axes: Axes, at: tuple[float, float], text: str, colour: str) -> None:
-    """A ring around the point, and words at the foot of a line from it."""
-    ring: Any = {"markersize": 15, "markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 2}
-    axes.plot(*at, marker="o", **ring)
-    foot = axes.get_ylim()[0]
-    axes.vlines(at[0], foot, at[1], color=colour, linewidth=1.4, linestyle=DASHES, zorder=2)
-    axes.set_ylim(bottom=foot)
-    _say(axes, text, (at[0], foot), 12, color=colour, fontweight="bold")
-
-
-def _say(axes: Axes, text: str, at: tuple[float, float], rise: float, **look: Any) -> None:
-    """Words beside a vertical line at a point, ``rise`` points above it, on the side where there is room."""
-    across = axes.transAxes.inverted().transform(axes.transData.transform(at))[0]
-    ha, aside = ("left", 6) if across < 0.55 else ("right", -6)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
-    axes.annotate(
-        text, at, (aside, rise), textcoords="offset points", ha=ha, va="center", bbox=box, zorder=5, **look
-    )
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}"

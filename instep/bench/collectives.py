@@ -16,6 +16,7 @@ from typing import Any
 
 from instep.bench import charts, tables
 from instep.bench.bandwidth import WITH_ROOT, WITH_SUM, bound_applies, bound_s, figures
+from instep.bench.charts import Measure
 from instep.bench.collectives_rank import WARM_UP, default_names, fits, measure_collective, obstacle
 from instep.bench.hosts import bytes_per_s
 from instep.bench.options import CollectivesOptions, sizes_of, split_words
@@ -32,16 +33,7 @@ BASELINE = "gloo"
 GLOO = {"all_reduce": "ring", "all_gather": "ring", "broadcast": "tree"}
 PAIRS = "Median (and quartiles) of the ratios of samples of the same turn; the mean is geometric."
 SUMMARY_SIZES = (1_000_000, 10_000_000, 100_000_000)  # the geometric mean is over these
-HIDDEN = (
-    "x gloo",
-    "x gloo q25",
-    "x gloo q75",
-    "ranks",
-    "bound(us)",
-    "time/bound",
-    "calls",
-    "samples",
-)  # in files only
+HIDDEN = ("x gloo", "ranks", "bound(us)", "time/bound", "calls", "samples")  # in files only
 
 
 def run(options: CollectivesOptions) -> None:
@@ -60,7 +52,7 @@ def run(options: CollectivesOptions) -> None:
 
 
 def _show(rows: Sequence[Row], results: dict[str, Any], ranks: int) -> None:
-    shown = [{name: value for name, value in row.items() if name not in HIDDEN} for row in rows]
+    shown = tables.short(rows, HIDDEN)
     memory = results["memory_bytes_per_s"].get(str(ranks))
     speed = [] if memory is None else [f"memory: {memory / 1e9:.1f} GB/s when all ranks copy."]
     said = [*notes(rows, results), prediction(results, ranks), *speed]
@@ -180,7 +172,7 @@ def _rows(
             }
             if BASELINE in slowest:
                 ratio = tables.paired_ratio(slowest[BASELINE], slowest[name])
-                row |= {"x gloo": ratio.median, "x gloo q25": ratio.low, "x gloo q75": ratio.high}
+                row |= tables.spread("x gloo", ratio)
             memory = by_rank[0]["memory"]
             if memory is not None and bound_applies(size, ranks):
                 row["bound(us)"] = 1e6 * bound_s(size, ranks, memory)
@@ -272,9 +264,7 @@ def beside_gloo(rows: Sequence[Row]) -> list[Row]:
             continue
         columns: dict[str, Any] = {"backend": name}
         for row in mine:
-            columns[size_text(row["size(B)"])] = (
-                f"{row['x gloo']:.2f} ({row['x gloo q25']:.2f}-{row['x gloo q75']:.2f})"
-            )
+            columns[size_text(row["size(B)"])] = tables.with_quartiles(row, "x gloo")
         averaged = [row["x gloo"] for row in mine if row["size(B)"] in SUMMARY_SIZES]
         if len(averaged) == len(SUMMARY_SIZES):
             columns["mean of 1, 10, 100 MB"] = round(tables.geometric_mean(averaged), 2)
@@ -284,11 +274,29 @@ def beside_gloo(rows: Sequence[Row]) -> list[Row]:
 
 def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:
     """Time and bus bandwidth over size, a column of panels per number of ranks."""
-    return charts.against_size(
-        results["rows"],
+    title = f"{results['collective']}: time and bus bandwidth against message size"
+    return against_size(results["rows"], path, title=title, subtitle=subtitle(results["rows"]))
+
+
+def against_size(
+    rows: Sequence[Row], path: str | Path, *, title: str, subtitle: str, hosts: str = "ranks"
+) -> list[Path]:
+    """Lines of time and of bus bandwidth, a column of panels per number of ``hosts``."""
+    return charts.lines(
+        rows,
         path,
-        title=f"{results['collective']}: time and bus bandwidth against message size",
-        subtitle=subtitle(results["rows"]),
+        measures=[
+            Measure("time(us)", "time", duration_text, "min(us)", "p99(us)"),
+            Measure("busbw(GB/s)", "bus bandwidth, GB/s", lambda value: f"{value:g}"),
+        ],
+        series="backend",
+        x="size(B)",
+        x_label="message size",
+        x_text=size_text,
+        panel="ranks",
+        panels={row["ranks"]: f"{row['ranks']} {hosts}" for row in rows},
+        title=title,
+        subtitle=subtitle,
     )
 
 

@@ -39,7 +39,6 @@ LABELS = {
     Variant("bucketed", "gloo"): "processes, gloo",
     Variant("bucketed", "shm"): "processes, shm",
 }
-FILES_ONLY = ("q25(ms)", "q75(ms)", "speed-up q25", "speed-up q75")  # the table has them in one column
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ class WorkerResults(StepResults):
             "step(ms)": statistics.median(steps) * MS,
             "q25(ms)": tables.quantile(steps, 0.25) * MS,
             "q75(ms)": tables.quantile(steps, 0.75) * MS,
-            "speed-up": ratio.median,
-            "speed-up q25": ratio.low,
-            "speed-up q75": ratio.high,
+            **tables.spread("speed-up", ratio),
             "lock(%)": 100 * statistics.median(blocked) if shown else None,
             "core(%)": 100 * statistics.median(queued) if shown else None,
         }
@@ -86,7 +83,7 @@ def run(options: DataParallelOptions) -> None:
         RankFailed: a rank failed.
     """
     results = measure(options)
-    tables.show([short(row) for row in results["rows"]], title_of(results), notes=notes(results))
+    tables.show(tables.short(results["rows"]), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
@@ -133,14 +130,6 @@ def notes(results: Mapping[str, Any]) -> list[str]:
         "lock: share of the time of threads that compute in which they were blocked, by Python's lock if by "
         "anything; core: in which they waited for a core.",
     ]
-
-
-def short(row: tables.Row) -> dict[str, Any]:
-    """A row for people: the quartiles beside the ratio, the rest of the spread in the files."""
-    ratio = f"{row['speed-up']:.2f} ({row['speed-up q25']:.2f} to {row['speed-up q75']:.2f})"
-    return {
-        name: ratio if name == "speed-up" else value for name, value in row.items() if name not in FILES_ONLY
-    }
 
 
 def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:

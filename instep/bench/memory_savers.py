@@ -22,7 +22,7 @@ from instep.bench.charts import bars
 from instep.bench.options import MemorySaversOptions, parse_count
 from instep.bench.steps import MS, StepResults
 from instep.bench.steps_rank import MEGABYTE, measure_memory, measure_steps, memory_columns
-from instep.bench.tables import Row, quantile, show, write
+from instep.bench.tables import Row, quantile, short, show, spread, write
 from instep.bench.variants import Variant
 from instep.bench.workloads import Workload
 from instep.bench.worlds import on_ranks
@@ -39,7 +39,6 @@ SAVERS = {
     "bf16": replace(PLAIN, autocast="bf16"),
     "both": replace(PLAIN, checkpoint=True, autocast="bf16"),
 }
-FILES_ONLY = ("q25(ms)", "q75(ms)", "x neither q25", "x neither q75")
 PANELS = {
     "activations(MB)": "activations that wait for backward",
     "peak(MB)": "most memory of a rank, torch itself included",
@@ -99,9 +98,7 @@ def row(
         "step(ms)": quantile(steps, 0.5) * MS,
         "q25(ms)": quantile(steps, 0.25) * MS,
         "q75(ms)": quantile(steps, 0.75) * MS,
-        "x neither": ratio.median,
-        "x neither q25": ratio.low,
-        "x neither q75": ratio.high,
+        **spread("x neither", ratio),
     }
 
 
@@ -162,17 +159,9 @@ def notes(results: Mapping[str, Any]) -> list[str]:
 
 def tables(results: Mapping[str, Any]) -> None:
     """The rows on stdout."""
-    show([short(row) for row in results["rows"]], "Ways to need less memory", notes=notes(results))
+    show(short(results["rows"]), "Ways to need less memory", notes=notes(results))
     if results["runs"]:
         show(results["runs"]["rows"], "What bf16 does to the loss")
-
-
-def short(row: Row) -> dict[str, Any]:
-    """A row for people: the quartiles of the ratio beside it."""
-    ratio = f"{row['x neither']:.2f} ({row['x neither q25']:.2f} to {row['x neither q75']:.2f})"
-    return {
-        name: ratio if name == "x neither" else value for name, value in row.items() if name not in FILES_ONLY
-    }
 
 
 def draw(results: Mapping[str, Any], path: Path) -> list[Path]:

@@ -27,8 +27,7 @@ from typing import Any
 from instep.bench.charts import bars
 from instep.bench.options import PipelineOptions
 from instep.bench.pipeline_rank import measure_pipelines, variant
-from instep.bench.steps import spread, with_quartiles
-from instep.bench.tables import Row, machine, paired_ratio, quantile, show, write
+from instep.bench.tables import Row, machine, paired_ratio, quantile, short, show, spread, write
 from instep.bench.workloads import FLOAT_BYTES
 from instep.bench.worlds import on_ranks, require_memory
 from instep.events import Event, Timeline
@@ -54,11 +53,7 @@ WEIGHTS_AND_GRADIENTS = 2
 DRAWN = ("gpipe", "1f1b")  # whose steps are drawn; all others if neither was measured
 MOST_DRAWN = 8  # micro-batches: numbers of more have no room in their boxes
 # What the table on stdout leaves to the files.
-FILES_ONLY = (
-    *("q25(ms)", "q75(ms)", "bubble q25", "bubble q75", "x simulated q25", "x simulated q75"),
-    *("x replayed q25", "x replayed q75"),
-    *("forward(ms)", "backward(ms)", "input gradient(ms)", "weight gradient(ms)"),
-)
+HIDDEN = ("forward(ms)", "backward(ms)", "input gradient(ms)", "weight gradient(ms)")
 SHARES = ("bubble", "simulated bubble", "by formula")
 # What is no bubble where ranks wait for cores.
 OF_BUBBLES = (
@@ -315,7 +310,7 @@ def run(options: PipelineOptions) -> None:
             f"-n {_num_cores()}, or leave the chart out"
         )
     results = measure(options)
-    show([short(row) for row in results.rows], f"A step by schedule: {results.text}", notes=results.notes)
+    show([short_row(row) for row in results.rows], f"A step by schedule: {results.text}", notes=results.notes)
     write(options, results.as_json(), results.rows, lambda path: draw(results, path))
 
 
@@ -347,14 +342,10 @@ def is_crowded(options: PipelineOptions) -> bool:
     return options.ranks > _num_cores()
 
 
-def short(row: Row) -> dict[str, Any]:
-    """A row for people: shares as percentages, the rest of the spread and the times of stages in the
-    files."""
-    said: dict[str, Any] = {name: f"{row[name]:.1%}" for name in SHARES if row.get(name) is not None}
-    for name in ("x simulated", "x replayed"):
-        if name in row:
-            said[name] = with_quartiles(row, name)
-    return {name: said.get(name, value) for name, value in row.items() if name not in FILES_ONLY}
+def short_row(row: Row) -> dict[str, Any]:
+    """A row for people: shares as percentages, the times of stages in the files."""
+    shares = {name: f"{row[name]:.1%}" for name in SHARES if row.get(name) is not None}
+    return {name: shares.get(name, value) for name, value in short([row], HIDDEN)[0].items()}
 
 
 def draw(results: PipelineResults, path: Path) -> list[Path]:

@@ -16,13 +16,14 @@ All numbers of ranks take turns in one run, as the variants of ``instep bench st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from instep.bench import charts, tables
+from instep.bench.charts import Measure
 from instep.bench.hosts import RATE_TEXT
 from instep.bench.options import ScalingOptions, split_words
 from instep.bench.steps import MS, PANELS, WEIGHTS_AND_GRADIENTS, StepResults
@@ -35,7 +36,7 @@ from instep.shm.segment import available
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "unordered", "DDP")
 ONE_RANK = "one rank"
-HIDDEN = ("q25(ms)", "q75(ms)", "low", "high", "eff. q25(%)", "eff. q75(%)")  # in files and in the chart only
+HIDDEN = ("low", "high")  # in files and in the chart only
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def run(options: ScalingOptions) -> None:
         RuntimeError: with a link, that this machine cannot have several hosts, or that a rank failed.
     """
     results = measure(options)
-    tables.show(short(results["rows"]), title_of(results), notes=notes(results))
+    tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
@@ -168,7 +169,7 @@ def rows_of(plan: ScalingPlan, results: StepResults) -> list[dict[str, Any]]:
     return rows
 
 
-def _figures(arm: Arm, base: Arm, plan: ScalingPlan, results: StepResults) -> dict[str, float]:
+def _figures(arm: Arm, base: Arm, plan: ScalingPlan, results: StepResults) -> dict[str, float | None]:
     steps = results.steps(arm.name)
     low, middle, high = (quantile(steps, share) for share in (0.25, 0.5, 0.75))
     tokens = arm.ranks * arm.batch * plan.workload.tokens
@@ -186,26 +187,8 @@ def _figures(arm: Arm, base: Arm, plan: ScalingPlan, results: StepResults) -> di
         "high": tokens / low,
         "speed-up": more * faster.median,
         "ideal": ideal,
-        "efficiency(%)": 100 * more * faster.median / ideal,
-        "eff. q25(%)": 100 * more * faster.low / ideal,
-        "eff. q75(%)": 100 * more * faster.high / ideal,
+        **tables.spread("efficiency", faster, "(%)", 100 * more / ideal),
     }
-
-
-def short(rows: Sequence[tables.Row]) -> list[dict[str, Any]]:
-    """The rows for people: quartiles beside the efficiency, the rest of the spread in the files."""
-
-    def spread(row: tables.Row) -> str:
-        return f"{row['efficiency(%)']:.0f} ({row['eff. q25(%)']:.0f} to {row['eff. q75(%)']:.0f})"
-
-    return [
-        {
-            name: spread(row) if name == "efficiency(%)" else value
-            for name, value in row.items()
-            if name not in HIDDEN
-        }
-        for row in rows
-    ]
 
 
 def title_of(results: Mapping[str, Any]) -> str:
@@ -264,15 +247,26 @@ def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:
     lines = [
         {**row, "strategy": name} for name in names for row in rows if row["strategy"] in (name, ONE_RANK)
     ]
-    return charts.scaling(
+    for work in dict.fromkeys(row["work"] for row in rows):
+        mine = sorted((row["ranks"], row["tokens/s"]) for row in rows if row["work"] == work)
+        (least, start), most = mine[0], mine[-1][0]
+        lines += [
+            {"work": work, "strategy": "ideal", "ranks": ranks, "tokens/s": start * ranks / least}
+            for ranks in (least, most)
+        ]
+    cores = results["cores"]
+    is_crowded = cores is not None and cores < max(results["ranks"])
+    crowd = f"; beyond {cores} there are more ranks than cores" * is_crowded
+    return charts.lines(
         lines,
         path,
+        measures=[Measure("tokens/s", "tokens/s", None, "low", "high")],
+        series="strategy",
+        x="ranks",
         title="Throughput against the number of ranks",
         subtitle=f"{_model(results)}; {_place(results)}, on "
         f"{tables.machine(results['backend'])}; median of {_num_samples(results)} steps, band: quartiles; "
-        "none: nothing sent",
+        f"none: nothing sent{crowd}",
         panel="work",
         panels={"strong": "strong: the same work in every step", "weak": "weak: the same work on every rank"},
-        y="tokens/s",
-        cores=results["cores"],
     )

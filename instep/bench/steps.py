@@ -12,7 +12,20 @@ from typing import Any
 from instep.bench.charts import bars
 from instep.bench.options import StepsOptions, split_words
 from instep.bench.steps_rank import measure_memory, measure_steps, memory_columns
-from instep.bench.tables import Ratio, Row, cell, markdown, paired_ratio, quantile, quantiles, show, write
+from instep.bench.tables import (
+    Ratio,
+    Row,
+    cell,
+    markdown,
+    paired_ratio,
+    quantile,
+    quantiles,
+    short,
+    show,
+    spread,
+    with_quartiles,
+    write,
+)
 from instep.bench.variants import (
     ALONE,
     DDP,
@@ -33,9 +46,8 @@ MS = 1e3
 WEIGHTS_AND_GRADIENTS = 2  # what all variants share, and what the one that steps has for a while
 NOT_STEPS = {WIRE.name, LATENCY.name}
 # What the table on stdout leaves to the files.
-FILES_ONLY = (
-    *("setting", "q25(ms)", "q75(ms)", "exposed q25(ms)", "exposed q75(ms)", "x DDP q25", "x DDP q75"),
-    *("x none", "x none q25", "x none q75", "gap closed q25(%)", "gap closed q75(%)"),
+HIDDEN = (
+    *("setting", "x none"),
     *("parameters(MB)", "gradients(MB)", "optimizer(MB)", "buffers(MB)", "scratch(MB)"),
     *("gathered(MB)", "activations(MB)"),
 )
@@ -223,12 +235,6 @@ def declared_rows(steps: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     return rows
 
 
-def spread(name: str, found: Ratio | None, unit: str = "", scale: float = 1.0) -> dict[str, float | None]:
-    """The columns of a ratio: its median, its quartiles."""
-    values = [None] * 3 if found is None else [scale * value for value in found]
-    return dict(zip((f"{name}{unit}", f"{name} q25{unit}", f"{name} q75{unit}"), values, strict=True))
-
-
 def notes(results: StepResults) -> list[str]:
     """The figures that are no column."""
     lines = [
@@ -274,32 +280,16 @@ def table(found: HostResults) -> None:
     """The rows on stdout."""
     print()
     show(
-        [short(row) for row in found.rows], f"{found.workload.what}: {found.workload.text}", notes=found.notes
+        short(found.rows, HIDDEN),
+        f"{found.workload.what}: {found.workload.text}",
+        notes=found.notes,
     )
-
-
-def short(row: Row) -> dict[str, Any]:
-    """A row for people: the quartiles of ratios beside them, the rest of the spread in the files."""
-    said = {
-        "x DDP": with_quartiles(row, "x DDP"),
-        "gap closed(%)": with_quartiles(row, "gap closed", "(%)", 0),
-    }
-    return {name: said.get(name, value) for name, value in row.items() if name not in FILES_ONLY}
-
-
-def with_quartiles(row: Row, name: str, unit: str = "", digits: int = 2) -> str | None:
-    """One of the columns of ``spread`` as people read it: 0.95 (0.93 to 0.97); None where there is none."""
-    found = [row[f"{name}{part}{unit}"] for part in ("", " q25", " q75")]
-    if None in found:
-        return None
-    middle, low, high = (f"{value:.{digits}f}" for value in found)
-    return f"{middle} ({low} to {high})"
 
 
 def report(found: Mapping[str, Any]) -> str:
     """Table and notes of a workload, as ``as_json`` gives it, in Markdown."""
     lines = "\n".join(f"- {note}" for note in found["notes"])
-    return f"{markdown([short(row) for row in found['rows']])}\n\n{lines}"
+    return f"{markdown(short(found['rows'], HIDDEN))}\n\n{lines}"
 
 
 def chart(found: HostResults, path: Path, ranks: int) -> list[Path]:

@@ -13,7 +13,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -82,6 +82,41 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
         raise ValueError(f"expected pairs, got {len(a)} and {len(b)} samples: interleave them one to one")
     ratios = [x / y for x, y in zip(a, b, strict=True)]
     return Ratio(statistics.median(ratios), quantile(ratios, 0.25), quantile(ratios, 0.75))
+
+
+def spread(name: str, found: Ratio | None, unit: str = "", scale: float = 1.0) -> dict[str, float | None]:
+    """The columns of a ratio: its median, its quartiles."""
+    values = [None] * 3 if found is None else [scale * value for value in found]
+    return dict(zip((f"{name}{unit}", f"{name} q25{unit}", f"{name} q75{unit}"), values, strict=True))
+
+
+def with_quartiles(row: Row, name: str, unit: str = "", digits: int = 2) -> str | None:
+    """One of the columns of ``spread`` as people read it: 0.95 (0.93 to 0.97); None where there is none."""
+    found = [row[f"{name}{part}{unit}"] for part in ("", " q25", " q75")]
+    if None in found:
+        return None
+    middle, low, high = (f"{value:.{digits}f}" for value in found)
+    return f"{middle} ({low} to {high})"
+
+
+def short(rows: Sequence[Row], hidden: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Rows for people: the quartiles of ratios beside them, the rest of the spread and what is ``hidden``
+    in the files."""
+    return [
+        {
+            column: with_quartiles(row, *ratio) if (ratio := _ratio(row, column)) else value
+            for column, value in row.items()
+            if column not in hidden and "q25" not in column and "q75" not in column
+        }
+        for row in rows
+    ]
+
+
+def _ratio(row: Row, column: str) -> tuple[str, str, int] | None:
+    """Name, unit and digits of a column of ratios, or of percent, that has quartiles."""
+    name, bracket, unit = column.partition("(")
+    has_quartiles = f"{name} q25{bracket}{unit}" in row and unit in ("", "%)")
+    return (name, bracket + unit, 0 if unit else 2) if has_quartiles else None
 
 
 def geometric_mean(values: Sequence[float]) -> float:

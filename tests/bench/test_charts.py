@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.bench.charts import (
-    against_size,
-    bars,
-    scaling,
-    sweep,
-)
+from instep.bench.charts import Measure, bars, lines
+from instep.bench.collectives import against_size
 from instep.timeline.style import colours, spread
 
 SIZES = [
@@ -33,14 +29,16 @@ STEPS = [
     for setting in ("communication", "compute")
     for i, name in enumerate(("naive", "bucketed"), start=1)
 ]
-SWEEP = [
-    {"mib": x, "ms": y, "low": y - 1, "high": y + 2, "model": y} for x, y in ((1, 9.0), (10, 5.0), (100, 8.0))
-]
 THROUGHPUT = [
     {"work": work, "strategy": name, "ranks": ranks, "tokens/s": y, "low": y - 1, "high": y + 1}
     for work in ("strong", "weak")
     for name in ("none", "bucketed")
     for ranks, y in ((1, 10.0), (2, 19.0), (4, 20.0))
+]
+SWEEP = [
+    {"mib": x, "ms": y, "of": of}
+    for of in ("bucketed", "model")
+    for x, y in ((1, 9.0), (10, 5.0), (100, 8.0))
 ]
 DRAW = {
     "lines": lambda path: against_size(SIZES, path, title="A title", subtitle="how " * 60),
@@ -48,17 +46,17 @@ DRAW = {
         STEPS, path, title="A title", group="setting", reference=100, reference_text="torch DDP", unit="ms"
     ),
     "bars without spread": lambda path: bars([{"name": "a", "median": 1.0}], path, title="A title"),
-    "scaling": lambda path: scaling(THROUGHPUT, path, title="A title", cores=2),
-    "sweep": lambda path: sweep(
-        SWEEP,
+    "scaling": lambda path: lines(
+        THROUGHPUT,
         path,
+        measures=[Measure("tokens/s", "tokens/s", None, "low", "high")],
+        series="strategy",
+        x="ranks",
+        panel="work",
         title="A title",
-        x="mib",
-        y="ms",
-        low="low",
-        high="high",
-        predicted="model",
-        predicted_best=4,
+    ),
+    "sweep": lambda path: lines(
+        SWEEP, path, measures=[Measure("ms", "ms")], series="of", x="mib", x_text=str, title="A title"
     ),
 }
 

@@ -8,8 +8,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from instep.bench.data_parallel import LABELS, SETTINGS, WorkerResults, draw, notes, short
+from instep.bench.data_parallel import LABELS, SETTINGS, WorkerResults, draw, notes
 from instep.bench.steps_rank import measure_steps
+from instep.bench.tables import short
 from instep.bench.thread_clock import ThreadClock, ThreadTimes
 from instep.bench.variants import DECLARED_THREADS, NONE, ONE, THREADS, WORKER_VARIANTS, SharedModel
 from instep.bench.workloads import Workload
@@ -116,7 +117,7 @@ def test_speed_is_that_of_one_process_in_the_same_round():
     row = RESULTS.worker_row(THREADS, "tiny")
     assert (row["speed-up"], row["speed-up q25"], row["speed-up q75"]) == (1.0, 0.75, 1.5)
     assert row["lock(%)"] == 100 * statistics.median([0.25, 0.5, 0.25])
-    assert short(row)["speed-up"] == "1.00 (0.75 to 1.50)"
+    assert short([row])[0]["speed-up"] == "1.00 (0.75 to 1.50)"
 
 
 def test_every_way_has_a_label_and_is_drawn(tmp_path):

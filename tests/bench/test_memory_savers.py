@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from instep.bench.memory_savers import PLAIN, SAVERS, chart_rows, draw, loss_row, notes, row, short
+from instep.bench.memory_savers import PLAIN, SAVERS, chart_rows, draw, loss_row, notes, row
 from instep.bench.steps import StepResults
 from instep.bench.steps_rank import measure_memory
+from instep.bench.tables import short
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
 from tests.launched.command import instep
@@ -47,7 +48,7 @@ def test_steps_are_compared_round_by_round(results: StepResults) -> None:
     rows = {found["way"]: found for found in rows_of(results)}
     assert [rows[name]["step(ms)"] for name in SAVERS] == [2000, 2500, 1000, 2000]
     assert [rows[name]["x neither"] for name in SAVERS] == [1.0, 1.25, 0.5, 1.0]
-    assert short(rows["checkpoint"])["x neither"] == "1.25 (1.25 to 1.38)"
+    assert short([rows["checkpoint"]])[0]["x neither"] == "1.25 (1.25 to 1.38)"
 
 
 def test_a_block_is_computed_again_where_it_is_not_kept(results: StepResults) -> None:

@@ -18,7 +18,7 @@ from instep.bench.pipeline import (
     draw,
     is_crowded,
     run,
-    short,
+    short_row,
 )
 from instep.bench.pipeline_rank import PipelineLoop, count_kept, variant
 from instep.events import PIPELINE, Timeline
@@ -130,7 +130,7 @@ def test_rows_begin_with_one_micro_batch(tmp_path: Path) -> None:
     options = PipelineOptions(schedules=("gpipe,1f1b",), micro_batches=("8,1", "2"))
     found = results(options)
     assert [row["micro-batches"] for row in found.rows] == [1, 1, 2, 2, 8, 8]
-    assert short(found.rows[0])["bubble"] == "51.7%"  # of 58 ms a rank computes 28
+    assert short_row(found.rows[0])["bubble"] == "51.7%"  # of 58 ms a rank computes 28
     assert found.rows[-1]["kept"] == found.rows[-1]["kept by schedule"] == "2, 1"
     files = {path.name for path in draw(found, tmp_path / "a.svg")}
     assert files == {"a.svg", "a.png", "a-steps.svg", "a-steps.png"}
