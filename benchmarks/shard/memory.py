@@ -35,7 +35,7 @@ import instep
 import instep.shm  # which makes the backend known
 from instep.bench.memory_usage import memory_usage
 from instep.bench.tables import publish
-from instep.bench.variants import SHARD_STAGES, ShardStage, full_model, sharded_model
+from instep.bench.variants import full_model, sharded_model
 from instep.bench.worlds import World, on_ranks
 from instep.checkpoint.registered import Registered
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
@@ -49,7 +49,7 @@ HERE = Path(__file__).parent
 MODEL = GPTConfig(layers=14, width=768, heads=12, context=32)  # 99 M parameters
 STEPS, MOMENTS, FLOAT_BYTES = 3, 2, 4
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
-WAYS = {"stage 0": ShardStage(0), **{kind.label: kind for kind in SHARD_STAGES.values()}}
+STAGES = range(4)
 STATES = ("parameters", "gradients", "optimizer")
 CLOSE = 0.05  # how far from the formula a stage may be
 MEGABYTE = 1e6
@@ -72,10 +72,11 @@ def main() -> int:
 def measure(model: GPTConfig, ranks: int) -> list[dict[str, Any]]:
     """All ways on so many ranks, a line of the table each."""
     rows, hashes = [], {}
-    for name, kind in WAYS.items():
-        found = on_ranks(train, {"model": asdict(model), "kind": asdict(kind)}, ranks=ranks)
+    for stage in STAGES:
+        name = f"stage {stage}"
+        found = on_ranks(train, {"model": asdict(model), "stage": stage}, ranks=ranks)
         hashes[name] = {each["state_sha256"] for each in found}
-        rows.append({"way": name, "ranks": ranks, **figures(model, kind, found)})
+        rows.append({"way": name, "ranks": ranks, **figures(model, stage, found)})
         print(f"{name} on {ranks} ranks: x formula {rows[-1]['x formula']}", file=sys.stderr, flush=True)
     if len(set.union(*hashes.values())) > 1:
         raise RuntimeError(f"expected the same weights and moments, got {hashes}")
@@ -84,10 +85,10 @@ def measure(model: GPTConfig, ranks: int) -> list[dict[str, Any]]:
 
 def train(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """One rank: some steps, and what it held in the last one."""
-    config, kind = GPTConfig(**task["model"]), ShardStage(**task["kind"])
+    config = GPTConfig(**task["model"])
     before = resident_memory()
     world.barrier()
-    model, optimizer = make(kind, config, world)
+    model, optimizer = make(task["stage"], config, world)
     module = model.module if isinstance(model, instep.DataParallel) else model
     with gathered(module) as most:
         for step in range(STEPS):
@@ -112,11 +113,11 @@ def train(world: World, task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make(kind: ShardStage, config: GPTConfig, world: World) -> tuple[Any, torch.optim.Optimizer]:
+def make(stage: int, config: GPTConfig, world: World) -> tuple[Any, torch.optim.Optimizer]:
     """The model and its optimizer over shared memory, with the same first weights in every way."""
     group = world.group("shm")
-    if kind.stage:
-        return sharded_model(kind, config, group, AdamW, OPTIONS)
+    if stage:
+        return sharded_model(stage, config, group, AdamW, OPTIONS)
     model = instep.DataParallel(full_model(config), process_group=group, init_sync=False)
     return model, AdamW(model.parameters(), **OPTIONS)
 
@@ -145,14 +146,14 @@ def gathered(module: nn.Module) -> Iterator[list[int]]:
             hook.remove()
 
 
-def figures(model: GPTConfig, kind: ShardStage, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def figures(model: GPTConfig, stage: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """In MB. Of a rank, that of the rank that has most."""
     ranks, size = len(found), FLOAT_BYTES * num_parameters(model)
-    said = formula(model, MOMENTS, 1, stage=kind.stage, ranks=ranks)
+    said = formula(model, MOMENTS, 1, stage=stage, ranks=ranks)
     states = max(sum(each["held"][name] for name in STATES) for each in found)
     expected = sum(said[name] for name in STATES)
     if abs(states / expected - 1) > CLOSE:
-        raise RuntimeError(f"{kind.label}, {ranks} ranks: expected {expected:,} bytes, got {states:,}")
+        raise RuntimeError(f"stage {stage}, {ranks} ranks: expected {expected:,} bytes, got {states:,}")
     weights = sum(each["held"]["parameters"] for each in found)
     moments = sum(each["held"]["optimizer"] for each in found)
     return {

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -49,7 +50,6 @@ FEW_FILES = 1024
 LITTLE_SHM = 128 << 20  # containers have 64 MiB unless told otherwise
 # With the kernel switches and GLOO_SOCKET_IFNAME the only variables that are shown: others hold secrets.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-UNLIMITED = 1 << 60  # version 1 of control groups writes a number near 2**63
 TIMEOUT_S = 60.0
 TRIAL_MODEL = GPTConfig(vocab_size=64, context=16, layers=2, width=32, heads=2, dropout=0.1)
 WAYS = [("bucketed", False), *((strategy, True) for strategy in STRATEGIES)]  # strategy, ordered
@@ -354,46 +354,28 @@ def _writable(name: str, path: Path, fix: str) -> Finding:
 def memory_limit(root: Path) -> int | None:
     """The bytes that this process's container may use, or None for no limit; ``root`` is "/" but in tests.
 
-    The limits are those of its control groups, of both versions. A limit of any ancestor holds too, and
-    inside a container the group's path may not exist in what is mounted.
+    A limit of any ancestor of its control group holds too, and inside a container the group's path may not
+    exist in what is mounted.
     """
-    texts = [*_read(root, "memory", "memory.limit_in_bytes"), *_read(root, "", "memory.max")]
-    limits = [int(text) for text in texts if text.isdecimal() and int(text) < UNLIMITED]
+    limits = [int(text) for text in _read(root, "memory.max") if text.isdecimal()]
     return min(limits, default=None)
 
 
 def cpu_limit(root: Path) -> float | None:
     """How many cores' worth of time its container may use, or None for no limit."""
-    pairs = [tuple(text.split()) for text in _read(root, "", "cpu.max")]
-    quotas, periods = (_read(root, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    pairs += zip(quotas, periods, strict=False)
-    # "max" and -1 are no limit.
+    pairs = (text.split() for text in _read(root, "cpu.max"))
     limits = [int(quota) / int(period) for quota, period in pairs if quota.isdecimal()]
     return min(limits, default=None)
 
 
-def _read(root: Path, controller: str, name: str) -> Iterator[str]:
-    """File ``name`` of the process's group and of its ancestors; controller "" is version 2."""
-    mounted = root / "sys/fs/cgroup"
-    base = mounted / controller
-    for group in _ancestors(root, controller):
-        try:
-            yield (base / group.lstrip("/") / name).read_text().strip()
-        except OSError:
-            continue
-
-
-def _ancestors(root: Path, controller: str) -> Iterator[str]:
-    try:
+def _read(root: Path, name: str) -> Iterator[str]:
+    """File ``name`` of the process's control group and of its ancestors."""
+    with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            own = PurePosixPath(path)
-            yield from map(str, (own, *own.parents))
-            return
+        own = PurePosixPath(next((line[3:] for line in lines if line.startswith("0::")), "/"))
+        for group in (own, *own.parents):
+            with suppress(OSError):
+                yield (root / "sys/fs/cgroup" / str(group).lstrip("/") / name).read_text().strip()
 
 
 CHECKS: dict[str, Callable[[Machine], Finding]] = {

@@ -97,8 +97,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _add(ranges: Ranges, x: Tensor) -> None:
-    for part in (x._indices(), x._values()) if x.is_sparse else (x,):
-        storage = part.untyped_storage()
-        if part.device.type != "meta" and storage.nbytes():
-            first = storage.data_ptr()
-            ranges.setdefault(part.device, []).append((first, first + storage.nbytes()))
+    storage = x.untyped_storage()
+    if x.device.type != "meta" and storage.nbytes():
+        first = storage.data_ptr()
+        ranges.setdefault(x.device, []).append((first, first + storage.nbytes()))

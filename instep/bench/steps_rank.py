@@ -235,12 +235,11 @@ def memory_columns(
     kept = [each["activations"] for each in needed if each["activations"] is not None]
     peaks = [each["on_gpu"] for each in needed if each.get("on_gpu") is not None]
     processes = [ResidentMemory(**each["resident"]) for each in needed if each["resident"]]
-    stage = one.kind.stage
     said = formula(
         workload.config,
         workload.num_moments,
         workload.batch,
-        stage=stage,
+        stage=one.stage,
         ranks=len(needed),
     )
     purposes = {

@@ -261,22 +261,7 @@ class IdleRank:
 Runner = TrainingLoop | ServerLoop | BareTransfer | IdleRank
 
 
-@dataclass(frozen=True)
-class ShardStage:
-    """What is divided."""
-
-    stage: int
-
-    @property
-    def label(self) -> str:
-        return f"stage {self.stage}"
-
-
-SHARD_STAGES: Mapping[str, ShardStage] = {
-    "stage1": ShardStage(1),
-    "stage2": ShardStage(2),
-    "stage3": ShardStage(3),
-}
+SHARD_STAGES: Mapping[str, int] = {"stage1": 1, "stage2": 2, "stage3": 3}
 
 
 def replicas_of(shared: SharedModel) -> ThreadedReplicas:
@@ -309,7 +294,7 @@ def full_model(config: GPTConfig | MLPConfig) -> nn.Module:
 
 
 def sharded_model(
-    kind: ShardStage,
+    stage: int,
     config: GPTConfig,
     group: ProcessGroup,
     optimizer: type[torch.optim.Optimizer],
@@ -318,12 +303,12 @@ def sharded_model(
 ) -> tuple[Any, ShardedOptimizer]:
     """A model of its own and its optimizer, divided among the ranks of ``group``. Collective."""
     device = device or torch.device("cpu")
-    if kind.stage == 3:
+    if stage == 3:
         with torch.device("meta"):
             module: nn.Module = GPT(config)
         model: Any = fully_shard(module, group, stage=3, device=device)
         model.materialise(seed=SEED)
-    elif kind.stage == 2:
+    elif stage == 2:
         model = fully_shard(full_model(config).to(device), group, stage=2)
     else:
         model = DataParallel(full_model(config).to(device), process_group=group, init_sync=False)
@@ -353,22 +338,22 @@ class Variant:
         )
 
     @property
-    def kind(self) -> ShardStage:
+    def stage(self) -> int:
         """What is divided; of stage 0 nothing."""
-        return SHARD_STAGES.get(self.strategy, ShardStage(0))
+        return SHARD_STAGES.get(self.strategy, 0)
 
     @property
     def words(self) -> set[str]:
         """By which it can be chosen."""
         if self.declared or self.format:
             return {self.name, self.format or "declared"}
-        return {self.strategy, self.name, *(["sharded"] if self.kind.stage else [])}
+        return {self.strategy, self.name, *(["sharded"] if self.stage else [])}
 
     @property
     def label(self) -> str:
         """The strategy, and what is not the default about it."""
-        if self.kind.stage:
-            return self.kind.label
+        if self.stage:
+            return f"stage {self.stage}"
         size = "" if self.bucket_mb is None else f"{self.bucket_mb:g} MB"
         strategy = "bucketed unordered" if self.strategy == "unordered" else self.strategy
         declared = "declared" if self.declared else ""
@@ -383,7 +368,7 @@ class Variant:
             "threads": ranks,
             "threads-declared": 2 * ranks,
         }
-        return kept.get(self.strategy, 1) + (self.kind.stage > 0)
+        return kept.get(self.strategy, 1) + (self.stage > 0)
 
     def start(self, shared: SharedModel) -> Runner:
         """Set it up on this rank. Collective.
@@ -411,13 +396,13 @@ class Variant:
                 return ServerLoop(shared, self.backend)
         if self.backend == "shm" and not available():
             raise Unavailable("this platform has no backend shm")
-        if self.kind.stage:
+        if self.stage:
             if shared.workload.mlp:
                 raise Unavailable("a model that is divided among ranks has to be a GPT")
             kind, options = shared.optimizer
             group = world.group(self.backend)
             model, optimizer = sharded_model(
-                self.kind, shared.workload.config, group, kind, options, world.device
+                self.stage, shared.workload.config, group, kind, options, world.device
             )
             self._require_shm(model, world)
             return TrainingLoop(shared, model, optimizer=optimizer)

@@ -61,12 +61,6 @@ def test_storages_over_the_same_addresses_count_once():
     assert count(parameters=[part, whole], buffers=[beyond]) == MemoryUsage(parameters=4096)
 
 
-def test_sparse_gradients_count_what_they_hold():
-    model = nn.Embedding(1000, 16, sparse=True)
-    model(torch.tensor([1, 2, 3])).sum().backward()
-    assert memory_usage(model).gradients == 3 * 8 + 3 * 16 * 4
-
-
 def test_what_is_on_no_device_takes_no_memory():
     assert memory_usage(nn.Linear(1000, 1000, device="meta")) == MemoryUsage()
 
