@@ -7,10 +7,12 @@ memory that is handed over (``launch/handover.py``); an error says which sample 
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -19,14 +21,15 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from instep.data.order import GOLDEN_GAMMA, mix
 from instep.data.sample_shards import Shards
-from instep.data.shuffled import keyed
 from instep.launch.handover import Outgoing
 from instep.rng.generators import KeyedGenerator, default_generator, generators_in, global_generators
 from instep.rng.keys import derive
 
 SHOWN = 8  # samples that an error names
-KNOWN = 64  # beginnings of streams that are remembered
+PLAIN = (str, int, float)
+stream_of = lru_cache(maxsize=64)(derive)  # splitmix64's, of which a sample takes the key of its number
 
 
 class Place(NamedTuple):
@@ -44,20 +47,14 @@ class Task(NamedTuple):
     micro_batch: int
 
 
-class Order(Protocol):
-    """Which sample stands at a position of the stream of epochs."""
-
-    def samples_at(self, positions: range) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Deal:
-    """Which samples of a stream in ``order`` are in which micro-batch."""
+    """Which samples of a stream are in which micro-batch; ``order.samples_at(positions)`` says its order."""
 
     num_samples: int
     batch_size: int
     micro_batch_size: int
-    order: Order
+    order: Any
 
     def places(self, position: int, micro_batch: int) -> list[Place]:
         """The samples of a micro-batch of the step that begins at ``position``."""
@@ -79,30 +76,41 @@ class KeyedSamples:
         deal: Deal,
         seed: int,
         collate: Callable[[list[Any]], Any],
-        turn: Any,
+        shared: Any,
         num_pieces: int,  # of memory, that a worker process may have
     ) -> None:
-        self.dataset, self.deal, self.seed, self.collate, self.turn = dataset, deal, seed, collate, turn
+        """``shared`` has the turn of the reader, then for each worker process the sample that it reads, -1
+        for none."""
+        self.dataset, self.deal, self.seed, self.collate, self.shared = dataset, deal, seed, collate, shared
         self._num_pieces = num_pieces
         self._memory: Outgoing | None = None  # in a worker process
         self._own: list[KeyedGenerator] | None = None
-        self._known: dict[tuple[str, int, int], list[int]] = {}
         self._is_plain = is_plain(dataset)
 
     def __getitems__(self, task: Task) -> list[Any]:
-        """``read``, in a list of its own, as a DataLoader has it."""
-        return [self.read(task)]
+        """``read`` in a worker process, in a list of its own, as a DataLoader has it."""
+        try:
+            return [self.read(task)]
+        except Exception as error:
+            return [Failed(error)]
+        finally:
+            self._tell(-1)
+
+    def _tell(self, sample: int) -> None:
+        """Say which sample this worker process reads, for when it never answers."""
+        if (worker := get_worker_info()) is not None:
+            self.shared[1 + worker.id] = sample
 
     def read(self, task: Task) -> Any:
         """What is made of the samples of ``task``; None if they are not wanted any more."""
-        if task.position < 0 or task.turn != self.turn.value:
+        if task.position < 0 or task.turn != self.shared[0]:
             return None
         places = self.deal.places(task.position, task.micro_batch)
         with self._keyed() as generators:
             samples = self._read(task.turn, places, () if self._is_plain else generators)
             if samples is None:
                 return None
-            self._key(generators, places[0], "collate")
+            self._key(generators, *places[0], "collate")
             try:
                 return self._collated(samples)
             except Exception as error:
@@ -137,25 +145,24 @@ class KeyedSamples:
         samples, said = [], places
         try:
             if at_once is not None:
-                self._key(generators, places[0])
+                self._tell(places[0].sample)
+                self._key(generators, *places[0])
                 return list(at_once([place.sample for place in places]))
-            for place, keys in zip(places, self._keys(generators, places), strict=True):
-                if turn != self.turn.value:
+            for place in places:
+                if turn != self.shared[0]:
                     return None
                 said = [place]
-                for generator, key in zip(generators, keys, strict=False):
-                    generator.key(key)
-                samples.append(self._sample(place, generators))
+                self._tell(place.sample)
+                if isinstance(self.dataset, Shards):  # which keys what it reads past, too
+                    key = partial(self._key, generators, place.epoch)
+                    samples.append(self.dataset.read(place.epoch, place.sample, key))
+                else:
+                    self._key(generators, place.epoch, place.sample)
+                    samples.append(self.dataset[place.sample])
         except Exception as error:
             _name(error, self.dataset, said)
             raise
         return samples
-
-    def _sample(self, place: Place, generators: Sequence[KeyedGenerator]) -> Any:
-        if isinstance(self.dataset, Shards):
-            epoch = place.epoch
-            return self.dataset.read(epoch, place.sample, lambda i: self._key(generators, Place(epoch, i)))
-        return self.dataset[place.sample]
 
     @contextmanager
     def _keyed(self) -> Iterator[list[KeyedGenerator]]:
@@ -173,33 +180,42 @@ class KeyedSamples:
             for generator, state in zip(generators, before or (), strict=False):
                 generator.restore(state)
 
-    def _keys(self, generators: Sequence[KeyedGenerator], places: Sequence[Place]) -> list[list[int]]:
-        """What to seed each of ``generators`` with at each of ``places``; shards say what they read."""
-        if not generators or isinstance(self.dataset, Shards):
-            return [[]] * len(places)
-        epoch = places[0].epoch
-        if epoch != places[-1].epoch:
-            return [keys for place in places for keys in self._keys(generators, [place])]
-        return keyed(self._bases(generators, epoch, "sample"), [place.sample for place in places])
-
-    def _key(self, generators: Sequence[KeyedGenerator], place: Place, what: str = "sample") -> None:
-        if not generators:
-            return
-        (keys,) = keyed(self._bases(generators, place.epoch, what), [place.sample])
-        for generator, key in zip(generators, keys, strict=True):
-            generator.key(key)
-
-    def _bases(self, generators: Sequence[KeyedGenerator], epoch: int, what: str) -> Sequence[int]:
-        """Where the stream of each begins (splitmix64's), of which a sample takes that of its number."""
-        at = what, epoch, len(generators)
-        if at not in self._known:
-            if len(self._known) > KNOWN:
-                self._known.clear()
-            self._known[at] = [derive(self.seed, what, epoch, x.name) for x in generators]
-        return self._known[at]
+    def _key(
+        self, generators: Sequence[KeyedGenerator], epoch: int, sample: int, what: str = "sample"
+    ) -> None:
+        for generator in generators:
+            begin = stream_of(self.seed, what, epoch, generator.name)
+            generator.key(mix(begin + sample * GOLDEN_GAMMA))
 
     def __getstate__(self) -> Any:
-        return {**vars(self), "_own": None, "_known": {}}  # to a worker process, which looks for its own
+        return {**vars(self), "_own": None}  # to a worker process, which looks for its own
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker process, as text."""
+
+
+class Failed:
+    """What a worker process has raised, to be raised where its data is waited for, with its traceback once.
+
+    torch would put the traceback into the message, which is printed several times.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.kind, self.notes = type(error), getattr(error, "__notes__", [])
+        args = error.__reduce__()[1]  # with the file of an OSError
+        self.args = args if all(isinstance(x, PLAIN) for x in args) else (str(error),)
+        self.trace = "".join(traceback.format_exception(error))
+
+    def reraise(self) -> NoReturn:
+        """Raise an error of its kind, or ``RuntimeError`` where that takes other arguments."""
+        try:
+            error = self.kind(*self.args)
+        except Exception:
+            error = RuntimeError(f"{self.kind.__name__}: {', '.join(map(str, self.args))}")
+        for note in self.notes:
+            error.add_note(note)
+        raise error from WorkerTraceback(f"\n{self.trace}")
 
 
 def is_plain(dataset: Any) -> bool:
@@ -223,8 +239,7 @@ def _name(error: Exception, dataset: Any, places: Sequence[Place]) -> None:
     who = "" if worker is None else f", in worker {worker.id} (pid {os.getpid()})"
     samples = ", ".join(f"{place.sample}{_file_of(dataset, place.sample)}" for place in places[:SHOWN])
     several = "one of samples" if len(places) > 1 else "sample"
-    kind = type(dataset).__name__
-    error.add_note(f"{several} {samples} of {kind}, epoch {places[0].epoch}{who}")
+    error.add_note(f"{several} {samples} of {type(dataset).__name__}, epoch {places[0].epoch}{who}")
 
 
 def _file_of(dataset: Any, sample: int) -> str:

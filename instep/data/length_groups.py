@@ -14,7 +14,6 @@ It stays a pure function of the position: every epoch has each of its samples on
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from instep.data.order import sample_at
@@ -41,7 +40,7 @@ class LengthGroups:
         self._lengths = lengths
         self._stream = stream
         self._micro_size, self._window, self._seed = micro_size, window, seed
-        self._kept: OrderedDict[int, list[int]] = OrderedDict()
+        self._kept: dict[int, list[int]] = {}
 
     def samples_at(self, positions: range) -> list[int]:
         """The sample at each of ``positions``."""
@@ -54,8 +53,8 @@ class LengthGroups:
         end = min((epoch + 1) * num_samples, (number + 1) * self._window)
         if first not in self._kept:
             self._kept[first] = self._grouped(first, end)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            if len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
         return self._kept[first][position - first]
 
     def _grouped(self, first: int, end: int) -> list[int]:

@@ -35,23 +35,26 @@ from torch.multiprocessing import get_context
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from instep.data.keyed_samples import SHOWN, Deal, KeyedSamples, Task
+from instep.data.keyed_samples import SHOWN, Deal, Failed, KeyedSamples, Task
 from instep.data.length_groups import LengthGroups
 from instep.data.order import MASK_64
 from instep.data.sample_shards import ShardOrder, Shards
 from instep.data.shuffled import Shuffled
 from instep.launch.handover import forget_ended
+from instep.launch.rank_exit import Exit, describe_exit
 from instep.launch.signals import outlive_stop_signals
+from instep.mesh.join import TIMEOUT_S
+from instep.mesh.mesh import registered_mesh
 from instep.state.alignment import align
 
 WINDOW = 64  # micro-batches among which samples of similar lengths are looked for
 NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used at once, besides those ahead
 BEFORE_QUEUES = 20  # at exit multiprocessing closes its queues at 10
+SOONER = 0.8  # of the mesh's deadline: before the ranks that wait for this one come to theirs
 LOOK_S = 2  # seconds between two checks that all worker processes live, while one is waited for
 LATE = "DataLoader timed out"  # how torch's message begins if no worker answers in time
 LOST = "DataLoader worker", LATE  # ... if a worker has died, or hangs
 PROFILED = "enumerate(DataLoader)#instep.Loader"  # the beginning is what readers of profiles look for
-HOW = "iterate over model.micro_batches(loader), and read micro_batch.data in that loop"
 
 
 class Loader:
@@ -90,7 +93,8 @@ class Loader:
         pin_memory: in page-locked memory, from which a GPU copies faster.
         prefetch_factor: micro-batches that each worker process reads ahead. It has memory for four more, and
             uses it again; what a program keeps beyond that comes as torch hands tensors over.
-        timeout_s: how long to wait for a worker process.
+        timeout_s: how long to wait for a worker process; None: a little less than the mesh's deadline, so
+            that this rank says which sample is late before others say that this rank is.
         multiprocessing_context: how worker processes begin: "fork" (the default), "forkserver" or "spawn",
             which a data set that uses CUDA needs.
 
@@ -132,7 +136,7 @@ class Loader:
         weigh: Callable[[Any], int] | None = None,
         pin_memory: bool = False,
         prefetch_factor: int = 2,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         multiprocessing_context: Any = "fork",  # also in a rank that a forkserver has started
     ) -> None:
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
@@ -141,7 +145,9 @@ class Loader:
             raise ValueError(f"expected 0 <= seed < 2**64, got {seed}: choose a seed that fits in 64 bits")
         self.seed, self.shuffle = seed, shuffle
         if open_shard is not None:
-            dataset = Shards(_listed(dataset), open_shard, sizes, self.num_micro_batches)
+            if not hasattr(dataset, "__getitem__") or isinstance(dataset, str | bytes):
+                raise TypeError(f"open_shard: expected a list of shards, got {type(dataset).__name__}")
+            dataset = Shards(list(dataset), open_shard, sizes, self.num_micro_batches)
         self.dataset = dataset
         self.num_samples = _num_samples(dataset)
         self.sizes: Sequence[int] | None = dataset.sizes if isinstance(dataset, Shards) else sizes
@@ -149,14 +155,15 @@ class Loader:
         self.deal = Deal(self.num_samples, batch_size, micro_batch_size, order)
         self.groups = _digest(*grouped) if grouped else None  # that on which their order depends, too
         self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, *grouped)
-        self.weigh, self._timeout_s = weigh, timeout_s
+        mesh_timeout_s: float = getattr(registered_mesh(), "timeout_s", TIMEOUT_S)
+        self.weigh, self.timeout_s = weigh, timeout_s or SOONER * mesh_timeout_s
         self._position = 0
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
-        # In memory that worker processes see, however they are started.
-        self._turn = _in_shared_memory(multiprocessing_context) if num_workers else _Turn()
+        # The turn, and the sample that each worker process reads, in memory that these see, too.
+        self._shared = _in_shared_memory(multiprocessing_context, num_workers) if num_workers else [0]
         collate = collate_fn or default_collate
         self._samples = KeyedSamples(
-            dataset, self.deal, seed, collate, self._turn, prefetch_factor + NUM_HELD
+            dataset, self.deal, seed, collate, self._shared, prefetch_factor + NUM_HELD
         )
         self._options: dict[str, Any] = {
             "dataset": self._samples,
@@ -168,7 +175,7 @@ class Loader:
         if num_workers:
             self._options |= {
                 "num_workers": num_workers,
-                "timeout": min(LOOK_S, timeout_s),
+                "timeout": min(LOOK_S, self.timeout_s),
                 "prefetch_factor": prefetch_factor,
                 "persistent_workers": True,
                 "multiprocessing_context": multiprocessing_context,
@@ -259,7 +266,7 @@ class Loader:
         For a process that stands by: its first step then does not wait for them.
         """
         if self._stream is None:
-            self._share.start = self._turn.value, self._position, (), 0
+            self._share.start = self._shared[0], self._position, (), 0
             self._begin()
 
     def close(self) -> None:
@@ -300,23 +307,29 @@ class Loader:
         """What was read for micro-batch ``own[k]`` of the next step."""
         try:
             if self._stream is None or self._next != (self._position, own, k):
-                self._turn.value += 1
-                self._share.start = self._turn.value, self._position, own, k
+                self._shared[0] += 1
+                self._share.start = self._shared[0], self._position, own, k
                 stream = self._begin()
             else:
                 stream = self._stream
                 for _ in range(0 if k else self._share.num_idle(own)):
                     self._wait_for(stream)
-            return self._wait_for(stream)
+            data = self._wait_for(stream)
+            if isinstance(data, Failed):
+                data.reraise()
+            return data
         except BaseException as error:
-            self.close()  # what comes next from it is not known
+            lost = ""
             if isinstance(error, RuntimeError) and str(error).startswith(LOST):
-                raise RuntimeError(self._lost(own[k], error)) from None
+                lost = self._lost(own[k], str(error))
+            self.close()  # what comes next from it is not known
+            if lost:
+                raise RuntimeError(lost) from None
             raise
 
     def _wait_for(self, stream: Iterator[Any]) -> Any:
         """The next of ``stream``; torch looks for dead workers only when it gives up waiting."""
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self.timeout_s
         while True:
             try:
                 return next(stream)
@@ -337,35 +350,41 @@ class Loader:
         return self._stream
 
     def _read_here(self, task: Task) -> Any:
-        if not profiler._is_profiler_enabled:
-            return self._samples.read(task)
         with profiler.record_function(PROFILED):
             return self._samples.read(task)
 
-    def _lost(self, micro_batch: int, error: RuntimeError) -> str:
+    def _lost(self, micro_batch: int, said: str) -> str:
+        """What to say where a worker process has died, or does not answer."""
         samples = [place.sample for place in self.deal.places(self._position, micro_batch)]
         shown = ", ".join(map(str, samples[:SHOWN])) + (", ..." if len(samples) > SHOWN else "")
-        cause = str(error).splitlines()[0]
-        if cause.startswith(LATE):
-            cause = f"no answer within {self._timeout_s:g} s"
+        told, fix = [], "num_workers=0 shows where; timeout_s is how long to wait for a micro-batch"
+        if said.startswith(LATE):
+            told.append(f"no answer within {self.timeout_s:g} s")
+        else:
+            fix = "If memory or shared memory (/dev/shm) was short: fewer workers, a smaller prefetch_factor"
+        for i, worker in enumerate(getattr(self._stream, "_workers", ())):
+            who, sample = f"worker {i} (pid {worker.pid})", self._shared[1 + i]
+            where = "between two samples" if sample < 0 else f"in sample {sample}"
+            if worker.exitcode is not None:
+                told.append(f"{who} {describe_exit(Exit(i, worker.pid, worker.exitcode), where)}")
+            elif said.startswith(LATE) and sample >= 0:
+                told.append(f"{who} is still {where}")
         return (
-            "a Loader's worker process died, or did not answer, while the next to come was micro-batch "
-            f"{micro_batch}, samples {shown} of {type(self.dataset).__name__}: {cause}. "
-            "If it was killed by SIGKILL or SIGBUS, memory or shared memory (/dev/shm) was short: use fewer "
-            "workers, or a smaller prefetch_factor. If it hangs, num_workers=0 shows where; timeout_s is how "
-            "long to wait for a micro-batch"
+            f"a Loader waited for micro-batch {micro_batch}, samples {shown} of "
+            f"{type(self.dataset).__name__}: {'; '.join(told) or said.splitlines()[0]}. {fix}"
         )
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError(f"an instep.Loader is not iterated over: {HOW}")
+        raise TypeError("a Loader is not iterated over: for micro_batch in model.micro_batches(loader)")
 
     def __getstate__(self) -> Any:
         raise TypeError("an instep.Loader holds processes and cannot be copied or pickled: use state_dict()")
 
 
-def _in_shared_memory(context: Any) -> Any:
-    """A number, 0, that the processes which ``context`` or the one of that name starts see, too."""
-    return (get_context(context) if isinstance(context, str | None) else context).RawValue("q", 0)
+def _in_shared_memory(context: Any, num_workers: int) -> Any:
+    """0, and a -1 for each worker process that ``context`` or the one of that name starts."""
+    found = get_context(context) if isinstance(context, str | None) else context
+    return found.RawArray("q", [0, *[-1] * num_workers])
 
 
 def _end_workers(stream: Any) -> None:
@@ -379,12 +398,6 @@ def _end_workers(stream: Any) -> None:
 def _serve(worker: int) -> None:
     """A worker process begins."""
     outlive_stop_signals()
-
-
-class _Turn:
-    """In the place of shared memory, where no other process reads."""
-
-    value = 0
 
 
 class _Share:
@@ -438,12 +451,6 @@ def _require_multiple(batch_size: int, micro_batch_size: int) -> int:
             f"{batch_size} and {micro_batch_size}: the micro-batches of a step have equal sizes"
         )
     return batch_size // micro_batch_size
-
-
-def _listed(shards: Any) -> Sequence[Any]:
-    if not hasattr(shards, "__getitem__") or isinstance(shards, str | bytes):
-        raise TypeError(f"open_shard: expected a list of shards, got {type(shards).__name__}")
-    return list(shards)
 
 
 def _digest(*what: Any) -> int:

@@ -48,7 +48,7 @@ class ShardOrder:
         self._num_samples = self._firsts[-1]
         self._batch_size, self._micro_size = batch_size, micro_size
         self._seed, self._shuffle = seed, shuffle
-        self._kept: OrderedDict[int, tuple[list[int], list[int]]] = OrderedDict()
+        self._kept: dict[int, tuple[list[int], list[int]]] = {}
 
     def samples_at(self, positions: range) -> list[int]:
         """The sample at each of ``positions``."""
@@ -78,8 +78,8 @@ class ShardOrder:
             shards = [sample_at(epoch * num + i, num, self._seed) for i in range(num)]
             shards = shards if self._shuffle else list(range(num))
             self._kept[epoch] = shards, [0, *accumulate(self._sizes[shard] for shard in shards[:-1])]
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            if len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
         return self._kept[epoch]
 
 

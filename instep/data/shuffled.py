@@ -6,18 +6,17 @@ stream, so samples are computed in blocks of positions, and those of the last bl
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instep.data.order import GOLDEN_GAMMA, mix, round_keys, sample_at
+from instep.data.order import round_keys
 
 BLOCK = 512  # positions; as dear as 50 of them one by one
-KEPT = 4  # blocks: a micro-batch has samples of two or three, seldom of more
-AT_ONCE = 16  # from so many numbers on, arrays are the faster way
+KEPT = 16  # blocks: a micro-batch has samples of two or three, and a program may have several loaders
 
 Words = NDArray[np.uint64]
 
@@ -27,7 +26,6 @@ class Shuffled:
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
         self.num_samples, self.seed, self.shuffle = num_samples, seed, shuffle
-        self._kept: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # by epoch and first index
 
     def samples_at(self, positions: range) -> list[int]:
         """The sample at each of ``positions``, which follow each other."""
@@ -38,41 +36,20 @@ class Shuffled:
         while len(found) < len(positions):
             epoch, index = divmod(positions[len(found)], num_samples)
             offset = index % BLOCK
-            found += self._block(epoch, index - offset)[offset : offset + len(positions) - len(found)]
+            block = shuffled(epoch, index - offset, num_samples, self.seed)
+            found += block[offset : offset + len(positions) - len(found)]
         return found
 
-    def _block(self, epoch: int, first: int) -> list[int]:
-        samples = self._kept.get((epoch, first))
-        if samples is None:
-            end = min(first + BLOCK, self.num_samples)
-            samples = self._kept[epoch, first] = shuffled(epoch, first, end, self.num_samples, self.seed)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return samples
 
-
-def shuffled(epoch: int, first: int, end: int, num_samples: int, seed: int) -> list[int]:
-    """``sample_at`` of the positions ``first`` to ``end`` (exclusive) within an epoch."""
-    if end - first < AT_ONCE or num_samples > 2**62:  # squares of larger bases do not fit in 64 bits
-        begin = epoch * num_samples
-        return [sample_at(begin + i, num_samples, seed) for i in range(first, end)]
+@lru_cache(maxsize=KEPT)
+def shuffled(epoch: int, first: int, num_samples: int, seed: int) -> list[int]:
+    """``sample_at`` of the ``BLOCK`` positions from ``first`` on within an epoch."""
     keys, base = round_keys(seed, epoch), isqrt(num_samples - 1) + 1
+    end = min(first + BLOCK, num_samples)
     samples = _feistel(np.arange(first, end, dtype=np.uint64), base, keys)
     while (beyond := samples >= num_samples).any():
         samples[beyond] = _feistel(samples[beyond], base, keys)
     return samples.tolist()
-
-
-def keyed(bases: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
-    """For each of ``numbers``, that output of each splitmix64 stream that begins at one of ``bases``."""
-    if len(bases) * len(numbers) < AT_ONCE:
-        return [[mix(base + number * GOLDEN_GAMMA) for base in bases] for number in numbers]
-    distances = _words(numbers) * np.uint64(GOLDEN_GAMMA)
-    return _mix(distances[:, None] + _words(bases)).tolist()  # (numbers, bases)
-
-
-def _words(numbers: Sequence[int]) -> Words:
-    return np.array(numbers, dtype=np.uint64)
 
 
 def _feistel(index: Words, base: int, keys: Sequence[int]) -> Words:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,18 +25,18 @@ from tests.data.test_loader import read_step, whole
 
 
 def test_a_reader_drops_what_no_one_waits_for_any_more() -> None:
-    turn, read = SimpleNamespace(value=3), list[int]()
+    shared, read = [3], list[int]()
 
     class Moves(Dataset[int]):
         """While sample 1 is read, the loader goes on elsewhere."""
 
         def __getitem__(self, i: int) -> int:
             read.append(i)
-            turn.value += i == 1
+            shared[0] += i == 1
             return i
 
     deal = Loader(range(8), 8, 4, shuffle=False).deal
-    samples = KeyedSamples(Moves(), deal, 0, whole, turn, 0)
+    samples = KeyedSamples(Moves(), deal, 0, whole, shared, 0)
     assert samples.__getitems__(Task(2, 0, 0)) == [None]
     assert samples.__getitems__(Task(3, 0, 0)) == [None]
     assert read == [0, 1]

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -22,9 +24,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, IterableDataset
 
+import instep
+from instep.data.keyed_samples import Failed
 from instep.data.loader import Loader
 from instep.errors import Desync
-from instep.mesh.mesh import Mesh
+from instep.mesh.mesh import Mesh, build
 from instep.reduce.tree import rank_major
 from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
@@ -427,9 +431,31 @@ def test_a_sample_that_raises_is_named_with_its_file_and_worker(tmp_path: Path, 
     loader = Loader(Raises(tmp_path), 4, 1, shuffle=False, num_workers=num_workers)
     with pytest.raises(ValueError, match=r"what is this\?") as raised:
         list(loader.read(range(4)))
-    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())]).strip().splitlines()[-1]
+    (said,) = raised.value.__notes__
     assert said.startswith(f"sample 2 ({tmp_path / '2.txt'}) of Raises, epoch 0")
     assert ("in worker 0 (pid " in said) == bool(num_workers)
+    printed = "".join(traceback.format_exception(raised.value))  # torch put the traceback into the message
+    assert printed.count("in __getitem__") == 1 and "\n" not in str(raised.value)
+
+
+class Strange(Exception):
+    """One that its message alone does not make."""
+
+    def __init__(self, code: int, samples: list[int]) -> None:
+        super().__init__(f"code {code}", samples)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (KeyError("no"), KeyError, "'no'"),
+        (Strange(3, []), RuntimeError, "Strange: ('code 3', [])"),
+        (OSError(2, "gone", "a.txt"), FileNotFoundError, "[Errno 2] gone: 'a.txt'"),
+    ],
+)
+def test_an_error_of_a_worker_is_raised_as_it_was(error: Exception, kind: Any, says: str) -> None:
+    with pytest.raises(kind, match=f"^{re.escape(says)}$"):
+        Failed(error).reraise()
 
 
 class Dies(Dataset[int]):
@@ -444,7 +470,8 @@ class Dies(Dataset[int]):
 
 def test_a_worker_that_dies_is_told_with_the_samples_that_were_waited_for() -> None:
     loader = Loader(Dies(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
-    with pytest.raises(RuntimeError, match=r"micro-batch 1, samples 4, 5, 6, 7 of Dies: .*killed"):
+    ended = r"worker 0 \(pid \d+\) was killed by SIGKILL, in sample 5\. If memory"
+    with pytest.raises(RuntimeError, match=rf"micro-batch 1, samples 4, 5, 6, 7 of Dies: {ended}"):
         list(loader.read([1]))
     assert [data for data, _ in loader.read([0])] == [[0, 1, 2, 3]]  # another process reads on
 
@@ -452,14 +479,14 @@ def test_a_worker_that_dies_is_told_with_the_samples_that_were_waited_for() -> N
 class Ends(Dies):
     def __getitem__(self, i: int) -> int:
         if i == 5:
-            os._exit(0)
+            os._exit(3)
         return i
 
 
-def test_a_worker_that_ends_without_an_error_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_is_told_at_once_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instep.data.loader.LOOK_S", 0.1)
     loader = Loader(Ends(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
-    with pytest.raises(RuntimeError, match=r"samples 4, 5, 6, 7 of Ends: .*exited unexpectedly"):
+    with pytest.raises(RuntimeError, match=r"of Ends: worker 0 .* exited with code 3, in sample 5\."):
         list(loader.read([1]))
 
 
@@ -474,9 +501,20 @@ class Hangs(Dataset[int]):
 
 def test_a_worker_that_hangs_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # before it is ended
-    loader = Loader(Hangs(), 2, 1, num_workers=1, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s\..*timeout_s is how long"):
+    loader = Loader(Hangs(), 2, 1, num_workers=1, shuffle=False, timeout_s=0.2)
+    said = r"no answer within 0\.2 s; worker 0 \(pid \d+\) is still in sample 0\. .*timeout_s is how long"
+    with pytest.raises(RuntimeError, match=said):
         next(loader.read([0]))
+
+
+def test_a_loader_waits_for_less_than_the_mesh_does() -> None:
+    assert loader_of().timeout_s == 0.8 * 300
+    instep.get.register_mesh(build(None, 0, 1, timeout_s=10))
+    try:
+        assert loader_of().timeout_s == 8
+        assert loader_of(timeout_s=3).timeout_s == 3
+    finally:
+        instep.get.register_mesh(None)
 
 
 class Stream(IterableDataset[int]):

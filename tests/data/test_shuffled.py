@@ -1,4 +1,4 @@
-"""The order in blocks and the keys in arrays: what ``data/order.py`` says, one number after the other."""
+"""The order in blocks: what ``data/order.py`` says, one number after the other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.data.order import GOLDEN_GAMMA, mix, sample_at
-from instep.data.shuffled import BLOCK, Shuffled, keyed
+from instep.data.order import sample_at
+from instep.data.shuffled import BLOCK, Shuffled
 
 WORDS = st.integers(0, 2**64 - 1)
 
@@ -38,10 +38,3 @@ def test_a_stretch_may_go_on_through_blocks_and_epochs(num_samples: int) -> None
     assert Shuffled(num_samples, 7, shuffle=True).samples_at(positions) == expected
     in_order = Shuffled(num_samples, 7, shuffle=False).samples_at(positions)
     assert in_order == [position % num_samples for position in positions]
-
-
-@settings(deadline=None)
-@given(bases=st.lists(WORDS, max_size=5), numbers=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=9))
-def test_keys_are_those_of_one_sample_after_the_other(bases: list[int], numbers: list[int]) -> None:
-    expected = [[mix(base + number * GOLDEN_GAMMA) for base in bases] for number in numbers]
-    assert keyed(bases, numbers) == expected
