@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from instep.replicate.threads import ThreadedReplicas
     from instep.replicate.wrapper import DataParallel
     from instep.rng.keys import initialize
-    from instep.run.script_run import Run
+    from instep.run.run import Run
     from instep.shard.fully import full_state_dict, fully_shard, gathered
     from instep.shard.optimizer import ShardedOptimizer
     from instep.timeline.trace import trace
@@ -58,7 +58,7 @@ _HOMES = {
     "Loader": "instep.data.loader",
     "ParameterServer": "instep.replicate.server",
     "Pipeline": "instep.pipeline.pipeline",
-    "Run": "instep.run.script_run",
+    "Run": "instep.run.run",
     "ShardedOptimizer": "instep.shard.optimizer",
     "ThreadedReplicas": "instep.replicate.threads",
     "clip_grad_norm_": "instep.reduce.norm",

@@ -19,7 +19,7 @@ import pytest
 import instep
 from instep.checkpoint.shorthand import Resumed
 from instep.mesh.mesh import Mesh
-from instep.run.script_loop import RunStep
+from instep.run.loop import RunStep
 from instep.shard.fully import Verifiable
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.trace import TraceSession

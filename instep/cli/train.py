@@ -36,7 +36,7 @@ def train(config: Config, ranks: int) -> int:
     from instep.net.device import num_gpus, resolve
     from instep.recipes import text
     from instep.record import loggers
-    from instep.run import launch_script
+    from instep.run import start
     from instep.run.script import ScriptCall
 
     loggers.check(config.record.loggers)
@@ -49,7 +49,7 @@ def train(config: Config, ranks: int) -> int:
         check_ranks(config, fault.ranks)
     given = {name: getattr(config, name) for name in LAUNCH if getattr(config, name) is not None}
     call = ScriptCall(path=Path(str(text.__file__)), main=text.main, config=config, given=given)
-    return launch_script.launch_script(call, replace(config, ranks=ranks))
+    return start.launch_script(call, replace(config, ranks=ranks))
 
 
 def _num_ranks(config: Config) -> int:

@@ -6,7 +6,7 @@
                   Generation.end        summary, report data                                    summary.py
     ranks part    because the run has ended, shall stop, or a rank was lost or added
 
-Who makes the steps is not known here: a script does, in its loop (``script_loop.py``).
+Who makes the steps is not known here: a script does, in its loop (``loop.py``).
 """
 
 from __future__ import annotations

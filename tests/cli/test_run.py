@@ -9,7 +9,7 @@ import pytest
 from instep.cli.exit_codes import DONE, USAGE
 from instep.cli.run import RunFlags, main
 from instep.launch import launch
-from instep.run import launch_script
+from instep.run import start
 from instep.run.script import ScriptCall
 
 
@@ -24,7 +24,7 @@ def runs(monkeypatch, tmp_path):
         return DONE
 
     monkeypatch.setattr(launch, "warm", lambda *modules: None)
-    monkeypatch.setattr(launch_script, "launch_script", run)
+    monkeypatch.setattr(start, "launch_script", run)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "mine").mkdir()

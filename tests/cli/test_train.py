@@ -13,7 +13,7 @@ from instep.launch import launch
 from instep.recipes import text, text_config
 from instep.recipes.text_config import Config
 from instep.recipes.text_options import parse, parse_script
-from instep.run import launch_script
+from instep.run import start
 from instep.run.script import ScriptCall
 from instep.run.toml import to_toml
 
@@ -71,7 +71,7 @@ def runs(monkeypatch):
         return DONE
 
     monkeypatch.setattr(launch, "warm", lambda *modules: None)
-    monkeypatch.setattr(launch_script, "launch_script", run)
+    monkeypatch.setattr(start, "launch_script", run)
     return found
 
 

@@ -16,7 +16,7 @@ from instep.launch.launch import launch
 from instep.mesh import deterministic
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.norm import block_square_sums
-from instep.run.script_step import SpanPhases
+from instep.run.step import SpanPhases
 from instep.state.hash import tensor_digest
 from tests.state_oracle import state_entries, state_sha256
 

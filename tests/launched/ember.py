@@ -43,8 +43,8 @@ REQUEST_LIMIT_BYTES = 1 << 16
 PATIENCE_S = 30
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 COMMANDS = (
-    "instep.run.launch_script",
-    "instep.run.script_run",
+    "instep.run.start",
+    "instep.run.run",
     "instep.checkpoint.shorthand",
     "instep.recipes.text",
     "rich._emoji_codes",

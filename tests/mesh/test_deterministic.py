@@ -13,7 +13,7 @@ from instep.mesh.deterministic import WORKSPACE
 from instep.mesh.join import _require_own_gpus
 from instep.mesh.mesh import Mesh
 from instep.net import device
-from instep.run.script_run import Run
+from instep.run.run import Run
 from tests.world import world
 
 

@@ -72,9 +72,7 @@ def test_what_begins_inside_of_one_operation_is_a_part_of_it(fails):
     assert (flight.row().operation, flight.row().number) == ("the next", 2)
 
 
-@pytest.mark.parametrize(
-    "path", ["pipeline/runtime.py", "checkpoint/save.py", "run/script_step.py", "events.py"]
-)
+@pytest.mark.parametrize("path", ["pipeline/runtime.py", "checkpoint/save.py", "run/step.py", "events.py"])
 def test_no_file_of_the_library_is_the_line_of_the_program(path):
     there: dict[str, Any] = {}
     code = compile("import sys\ndef frame(): return sys._getframe()", str(hang_report._INSTEP / path), "exec")

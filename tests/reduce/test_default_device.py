@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.net.process_group import alone
-from instep.run.script_step import share
+from instep.run.step import share
 
 
 class Named(nn.Linear):

@@ -17,7 +17,7 @@ import instep
 from instep.elastic.heartbeat import HeartbeatPage
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.errors import ContractBroken
-from instep.run import script_run, script_training
+from instep.run import script_training
 from instep.run.script import ScriptCall, Started
 from tests.run.loops import Loop
 
@@ -50,7 +50,7 @@ def come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Come]:
             run.steps(1, model=loop.model, optimizer=loop.optimizer)
         return page.position(0).phase
 
-    monkeypatch.setattr(script_run, "started", lambda: begun)
+    monkeypatch.setattr("instep.run.run.started", lambda: begun)
     with closing(page.file), ours, theirs:
         yield new
 

@@ -16,7 +16,7 @@ from instep.record.step_lines import read_run
 from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, numbers
 from tests.run.loops import Loss, squares, summary
-from tests.run.test_twice import by_the_clock, differing
+from tests.run.test_replay import by_the_clock, differing
 from tests.world import world
 
 G = 5

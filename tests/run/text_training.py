@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -20,16 +18,15 @@ from instep.recipes.corpus import open_text
 from instep.recipes.text import declared_step, distribute, held_out_loss, make_model
 from instep.recipes.text_config import Config, ParallelConfig, learning_rate, numerical
 from instep.record.step_lines import Made
+from instep.run.placement import layout_of
 from instep.run.recovery import Checkpoints, restore_newest
-from instep.run.script_layout import layout_of
-from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import ScriptConfig, ScriptEvaluation, ScriptRecord
+from instep.run.step import StepWork
 from tests.parity import world_of_one
 
 STEPS = 3
 NOWHERE = Path("there is no such run")
-BUILDING = threading.Lock()
 
 
 def tiny(data: Path, strategy: str = "bucketed", stage: int = 0, **changes: object) -> Config:
@@ -66,9 +63,7 @@ class TextTraining:
         )
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.on_enter
-        # It would search the whole process, and find what belongs to ranks that are other threads of it.
-        with BUILDING, mock.patch("instep.run.strangers._others", return_value=([], [], [], [])):
-            self.work = StepWork(training, self.injector)
+        self.work = StepWork(training, self.injector)
         weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
         if mesh is None:
             training.keep()

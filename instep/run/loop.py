@@ -1,7 +1,7 @@
 """The loop of a run, turned inside out: the script has it, and what happens between two steps happens here.
 
 __next__    ranks meet and take the state; what follows the step before; the next step
-__enter__   the step begins                                                                script_step.py
+__enter__   the step begins                                                                step.py
 __exit__    it is made; or a rank was lost in it, and the others part, to meet again in __next__
 """
 
@@ -29,15 +29,15 @@ from instep.run import folder
 from instep.run.claim import Wanted, claim_together
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
+from instep.run.placement import introduction, layout_of, shard_axis
 from instep.run.recovery import Checkpoints, Snapshots
+from instep.run.replay import StepReplay
 from instep.run.script import script_fields, script_path
-from instep.run.script_layout import introduction, layout_of, shard_axis
-from instep.run.script_step import StepWork
 from instep.run.script_training import ScriptTraining
-from instep.run.twice import Twice
+from instep.run.step import StepWork
 
 if TYPE_CHECKING:
-    from instep.run.script_run import Run
+    from instep.run.run import Run
 
 TOO = "too: torchrun ... -m instep run --resume SCRIPT"
 FORGOTTEN = (
@@ -64,9 +64,9 @@ class RunStep(int):
         run ...
     """
 
-    _steps: ScriptLoop
+    _steps: RunLoop
 
-    def __new__(cls, number: int, steps: ScriptLoop) -> RunStep:
+    def __new__(cls, number: int, steps: RunLoop) -> RunStep:
         made = super().__new__(cls, number)
         made._steps = steps
         return made
@@ -116,7 +116,7 @@ class RunStep(int):
         return self._steps.leave(error)
 
 
-class ScriptLoop(Iterator[RunStep]):
+class RunLoop(Iterator[RunStep]):
     """The loop of a run, turned inside out: ``__next__`` is what happens between two steps."""
 
     def __init__(self, run: Run, num_steps: int) -> None:
@@ -171,7 +171,7 @@ class ScriptLoop(Iterator[RunStep]):
         self._injector.rank = -1 if channel else run.mesh.rank
         heartbeat.on_enter = self._injector.on_enter
         self.work = StepWork(training, self._injector, recovers=channel is not None)
-        self.twice = Twice(self.work, settings.checks.replay_every)
+        self.replay = StepReplay(self.work, settings.checks.replay_every)
         if launch is not None:
             launch.loops.append(self)
         if channel is not None:
@@ -336,7 +336,7 @@ class ScriptLoop(Iterator[RunStep]):
             self.close()
             raise error
         self._why = self._member.where if error is None else self._member.parted(error)
-        self.twice.give_up()
+        self.replay.give_up()
         self.asked.clear()  # run.stop() is said again when the step is made again
         if error is not None:
             self.work.recover()
@@ -386,7 +386,7 @@ class ScriptLoop(Iterator[RunStep]):
         assert self._generation is not None
         try:
             self._generation.checkpoints.watch()
-            self.work.begin(self.twice.begin())
+            self.work.begin(self.replay.begin())
         except BaseException:  # a block that was not entered is not left either
             self.work.abandon()
             self._give_up()
@@ -408,7 +408,7 @@ class ScriptLoop(Iterator[RunStep]):
             return True
         assert self._generation is not None
         try:
-            if self.work.closed(self.twice.end):
+            if self.work.closed(self.replay.end):
                 return True
             self._generation.after.made(self.work.end())
         except RuntimeError as lost:
@@ -426,7 +426,7 @@ class ScriptLoop(Iterator[RunStep]):
 
     def _give_up(self) -> None:
         """The loop is left by an error; in a notebook another one may follow."""
-        self.twice.give_up()
+        self.replay.give_up()
         if self._member is None:
             self.close()
 

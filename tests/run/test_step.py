@@ -16,9 +16,8 @@ import instep
 from instep.checkpoint.state import TrainingState
 from instep.events import GLOBAL_LOSS
 from instep.mesh.mesh import Mesh
-from instep.run import script_loop
 from instep.run.rank_state import Holds
-from instep.run.script_step import SpanPhases, StepWork, share
+from instep.run.step import SpanPhases, StepWork, share
 from tests.run.loops import Loop, squares
 from tests.world import world
 
@@ -26,7 +25,7 @@ from tests.world import world
 @pytest.fixture
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     """As of a supervised process, which survives the loss of another."""
-    monkeypatch.setattr(script_loop, "StepWork", lambda training, injector, recovers: StepWork(training))
+    monkeypatch.setattr("instep.run.loop.StepWork", lambda training, injector, recovers: StepWork(training))
     run = instep.Run(tmp_path / "run")
     yield Loop(run)
     run.close()
@@ -235,7 +234,7 @@ def read(loop: Loop, source: instep.Loader, **registered: object) -> None:
 
 def test_a_loader_that_is_not_registered_is_noticed(loop: Loop) -> None:
     data = loader()
-    with pytest.raises(ValueError, match="step 0 has read samples 0 to 3 of an"):
+    with pytest.raises(ValueError, match=r"step 0 has read from an instep\.Loader that is not registered"):
         read(loop, data)
 
 

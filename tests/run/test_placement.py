@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import instep
 from instep.checkpoint.registered import Registered
 from instep.reduce.tree import rank_major
-from instep.run.script_layout import global_batch, introduction, layout_of, number_words, shard_axis
+from instep.run.placement import global_batch, introduction, layout_of, number_words, shard_axis
 from instep.run.settings import ScriptBatch, ScriptConfig
 from tests.parity import world_of_one
 

@@ -35,7 +35,7 @@ from instep.errors import ReplicasDiffer
 from instep.launch.rank_exit import mark_secondary
 from instep.replicate.gradient_hashes import GradientHashes, model_of, reductions_of
 from instep.run.recovery import Copy
-from instep.run.script_step import StepWork
+from instep.run.step import StepWork
 from instep.state.replicas import Digests, Odd, listed, odd_one_out, ranks_listed, way_out
 from instep.step.reduction import Reduction
 
@@ -70,7 +70,7 @@ class Doubt(NamedTuple):
     opinions: Sequence[Opinion]
 
 
-class Twice:
+class StepReplay:
     """Makes one step in ``every`` of ``work`` twice, and more often if it came out otherwise; 0: none.
 
     ``begin`` and ``end`` of each step: ``end`` says whether it is to be made again. Stages of a pipeline are

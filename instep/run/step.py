@@ -39,7 +39,7 @@ from instep.rng.keys import derive
 from instep.run.nonfinite import NonFiniteSearch
 from instep.run.rank_state import Holds
 from instep.run.script_training import ScriptTraining
-from instep.run.strangers import Strangers
+from instep.run.unregistered import Unregistered
 from instep.state.homes import autograd_leaf, offered
 from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
@@ -63,6 +63,7 @@ class SpanPhases:
         self._enter = enter
         self._thread = threading.get_ident()
         self._open: list[str] = []
+        self.has_read = False  # what a loader gave, in this step
 
     def follow(self, recorder: Recorder) -> None:
         """Be told by ``recorder`` of the spans that say something."""
@@ -70,7 +71,7 @@ class SpanPhases:
 
     def begin(self, phase: str = OWN) -> None:
         """A step begins, in the script's own code; or another ``phase``, in which waits alone are told."""
-        self._open = [phase]
+        self._open, self.has_read = [phase], False
         self._enter(phase)
 
     def watch(self, name: str, begins: bool) -> None:
@@ -83,6 +84,7 @@ class SpanPhases:
         if self._open[0] != OWN and phase != "exchange":
             return
         if begins:
+            self.has_read |= phase == "data"
             self._open.append(phase)
         elif len(self._open) > 1:
             self._open.pop()
@@ -111,7 +113,7 @@ class StepWork:
         self.phases = SpanPhases(training.heartbeat.report)
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
-        self._strangers = Strangers(training.registered)
+        self._unregistered = Unregistered(training.registered)
         self._thread = threading.get_ident()
         self._is_open = False
         self._watching = ExitStack()
@@ -164,7 +166,7 @@ class StepWork:
             self.hashes[key] = self._watching.enter_context(observe_reduction(reduction))
         self._inject()
         self._watching.enter_context(self.search.watched())  # past what was injected
-        self._strangers.begin()
+        self._unregistered.begin()
         training.timing.begin(training.steps_done)
         with training.mesh.recorder.span("begin", lane="host"):
             self._began = time.monotonic()
@@ -189,7 +191,7 @@ class StepWork:
     def end(self) -> float:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
         training, made, skipped = self.training, self._logged, self._skipped
-        self._strangers.end(training.steps_done)
+        self._unregistered.end(training.steps_done, has_read=self.phases.has_read)
         if not skipped:
             self._require_no_gradients()
         training.heartbeat.enter("loss")
@@ -305,7 +307,8 @@ class StepWork:
         name = self._optimizers.get(id(optimizer))
         if name is None:
             steps = self.training.state.steps
-            self._strangers.require_known(optimizer, () if steps is None else steps.locals)
+            locals_ = () if steps is None else steps.locals
+            self._unregistered.require_known(optimizer, self.training.steps_done, locals_)
             return None
         training = self.training
         self._skipped = self._skipped or training.health.planned(training.steps_done) or ""

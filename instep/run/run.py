@@ -32,9 +32,9 @@ from instep.mesh.deterministic import enable as enable_deterministic
 from instep.mesh.join import await_rank, init
 from instep.mesh.mesh import Mesh
 from instep.net.device import resolve
+from instep.run.loop import RunLoop, RunStep
+from instep.run.placement import shard_axis
 from instep.run.script import script_command, started
-from instep.run.script_layout import shard_axis
-from instep.run.script_loop import RunStep, ScriptLoop
 from instep.run.settings import (
     CheckpointConfig,
     ChecksConfig,
@@ -119,7 +119,7 @@ class Run:
     __module__ = "instep"
 
     _held_out_loss: Callable[[], float] | None = None
-    _steps: ScriptLoop | None = None
+    _steps: RunLoop | None = None
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class Run:
         if self._steps is not None:
             raise RuntimeError("run.steps: a run has one loop, and this one has had it: make another Run")
         self.register(**objects)
-        self._steps = ScriptLoop(self, num_steps)
+        self._steps = RunLoop(self, num_steps)
         return self._steps
 
     def close(self) -> None:
