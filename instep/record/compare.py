@@ -85,11 +85,11 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
         raise ValueError(f"{a.path} and {b.path} have no step in common, so there is nothing to compare")
+    both = a.numerical and b.numerical
+    lines = differences(a.numerical, b.numerical, ("in A", "in B")) if both else []
     first = next((step for step in [INITIAL, *common] if fields_that_differ(a, b, step)), None)
     return Comparison(
-        contract=differences(a.numerical, b.numerical, ("in A", "in B"))
-        if a.numerical and b.numerical
-        else [],
+        contract=sorted(lines, key=lambda line: "initial_lr" in line),  # what follows from the rate, after it
         num_common=len(common),
         first=None if first is None else _first(a, b, first, common),
         troubles={str(run.path): troubles(run) for run in (a, b)},

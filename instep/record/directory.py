@@ -57,6 +57,5 @@ def command_again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
         started = ["-m", module] if isinstance(module, str) and module else [script]
         words = ["run", "--run-dir", str(beside), *flags, *started, *map(str, arguments)]
     else:
-        fresh = ["--no-resume"] if flags else []
-        words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *fresh, *flags]
+        words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *flags]
     return f"instep {shlex.join(words)}"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from instep.checkpoint.files import step_directories
@@ -65,14 +66,27 @@ def claim_together(
     return config.run_dir or folder.made_up(name), resume
 
 
-def how_to_go_on(path: Path) -> str:
-    """What there is in ``path`` of a run that was interrupted, and the flags that go on with it."""
-    resume = f"--resume --run-dir {shlex.quote(str(path))}"
+def how_to_go_on(path: Path, resume: str = "") -> str:
+    """What there is in ``path`` of a run that was interrupted, and what goes on with it, by default flags."""
+    resume = resume or f"--resume --run-dir {shlex.quote(str(path))}"
     with suppress(OSError):
         steps = [step for step, _ in step_directories(path / CHECKPOINTS)]
         if steps:
             return f"with a checkpoint of step {steps[0]}: resume with {resume}"
     return f"before its first checkpoint: {resume} starts over"
+
+
+def end_with_a_line(interrupt: KeyboardInterrupt, line: str) -> None:
+    """Where ``interrupt`` ends the program, ``line`` stands in the place of its traceback."""
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is interrupt:
+            say(line)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = told
 
 
 class FaultLog:

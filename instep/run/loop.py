@@ -26,7 +26,7 @@ from instep.launch.signals import listen_for_preemption
 from instep.mesh.mesh import Mesh
 from instep.net.agree import on_first_rank
 from instep.run import folder
-from instep.run.claim import Wanted, claim_together
+from instep.run.claim import Wanted, claim_together, end_with_a_line, how_to_go_on
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.placement import introduction, layout_of, shard_axis
@@ -214,8 +214,8 @@ class RunLoop(Iterator[RunStep]):
             except RuntimeError as error:
                 self._part(error)
                 continue
-            except BaseException:
-                self._give_up()
+            except BaseException as error:
+                self._give_up(error)
                 raise
             if ending is None:
                 break
@@ -387,9 +387,9 @@ class RunLoop(Iterator[RunStep]):
         try:
             self._generation.checkpoints.watch()
             self.work.begin(self.replay.begin())
-        except BaseException:  # a block that was not entered is not left either
+        except BaseException as error:  # a block that was not entered is not left either
             self.work.abandon()
-            self._give_up()
+            self._give_up(error)
             raise
 
     def leave(self, error: BaseException | None) -> bool:
@@ -397,7 +397,7 @@ class RunLoop(Iterator[RunStep]):
         if error is not None:
             self.work.abandon()
             if not isinstance(error, RuntimeError) or self._member is None:
-                self._give_up()
+                self._give_up(error)
                 return False
             try:
                 self._part(error)
@@ -415,20 +415,24 @@ class RunLoop(Iterator[RunStep]):
             self.work.abandon()
             self._part(lost)
             return True
-        except BaseException:
+        except BaseException as raised:
             self.work.abandon()
-            self._give_up()
+            self._give_up(raised)
             raise
         self._made = True
         self.training.agreed()
         self.work.phases.own()
         return True
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """The loop is left by an error; in a notebook another one may follow."""
         self.replay.give_up()
-        if self._member is None:
-            self.close()
+        if self._member is not None:
+            return
+        self.close()
+        if isinstance(error, KeyboardInterrupt) and self.path is not None and self.run._started is None:
+            resume = f"instep.Run({str(self.path)!r}, resume=True)"
+            end_with_a_line(error, f"interrupted {how_to_go_on(self.path, resume)}")
 
 
 def _in_contract(scripts: Mapping[str, Scalar], **own: Scalar) -> dict[str, Scalar]:

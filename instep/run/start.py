@@ -28,6 +28,8 @@ def launch_script(call: ScriptCall, config: RunConfig) -> int:
     faults = parse_all(config.fault)
     if detect(os.environ).source != "single":
         return execute_here(call)
+    if asks_for_help(call):  # which is printed once
+        config = replace(config, ranks=1, min_ranks=0)
     with ExitStack() as stack:
         admission = _Admission(call, stack)
         terms = SuperviseOptions(
@@ -49,6 +51,11 @@ def launch_script(call: ScriptCall, config: RunConfig) -> int:
             raise KeyboardInterrupt(f"{error}, {how_to_go_on(admission.path)}") from error
         admission.require_in_place()
         return code
+
+
+def asks_for_help(call: ScriptCall) -> bool:
+    """Whether the script will probably print its help, and end."""
+    return call.arguments[-1:] in (("-h",), ("--help",))
 
 
 class _Admission:
@@ -76,6 +83,11 @@ class _Admission:
                     "choose a name without a time or process id in it, or pass --run-dir"
                 )
             return str(self.path)
+        if asks_for_help(self._call):
+            raise ValueError(
+                f"{self._call.arguments[-1]} is the last argument of the script, so that one process was "
+                "started, for its help; and it trains: put another argument last"
+            )
         self._wanted = wanted
         run_dir = None if wanted is None else Path(wanted)
         try:

@@ -261,10 +261,19 @@ def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Pat
     assert f'File "{script}", line 2' in ended.err
 
 
-def test_each_process_shows_the_help_of_the_script(tmp_path: Path) -> None:
-    ended = run("-n", 2, cwd=tmp_path, says=("--help",))
-    assert (ended.code, ended.out.count("usage: net.py ")) == (0, 2), ended.err
+def test_a_script_shows_its_help_once(tmp_path: Path) -> None:
+    ended = run("-n", 3, cwd=tmp_path, says=("--help",))
+    assert (ended.code, ended.out.count("usage: net.py ")) == (0, 1), ended.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_that_trains_where_it_was_asked_for_help_is_refused(tmp_path: Path) -> None:
+    """It would be one rank where three were asked for."""
+    script = tmp_path / "own.py"
+    script.write_text("import sys\nsys.argv[1:] = []\n" + SCRIPT.read_text())
+    ended = run("-n", 3, script=script, cwd=tmp_path, says=("--lr", "-h"))
+    assert ended.code == 2
+    assert "-h is the last argument of the script, so that one process was started, for its help" in ended.err
 
 
 FIT = """

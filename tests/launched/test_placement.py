@@ -81,6 +81,7 @@ def test_stopped_on_two_ranks_and_resumed_on_others_gives_the_run_that_nothing_d
     assert_every_sample_once(path)
     found = summary(path)
     assert (found["restarts"], found["first_step"], found["world_size"]) == (1, 4, ranks)
+    assert "\nresume = false\n" in (path / CONFIG).read_text()  # from which the same run may begin again
     assert [row["steps"] for row in found["breakdown"]] == [STEPS - 4] * ranks
 
 

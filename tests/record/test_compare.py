@@ -218,6 +218,12 @@ def test_a_run_s_own_troubles_are_told() -> None:
     ]
 
 
+def test_a_rate_stands_before_what_a_schedule_keeps_of_it() -> None:
+    names = "optimizer.groups.0.initial_lr", "optimizer.groups.0.lr", "seed"
+    a, b = (run(name, {0: same()}, dict.fromkeys(names, value)) for name, value in (("a", 1), ("b", 2)))
+    assert [line.partition(":")[0] for line in compare(a, b).contract] == [*names[1:], names[0]]
+
+
 def test_runs_without_a_common_step_are_refused() -> None:
     with pytest.raises(ValueError, match="a and b have no step in common"):
         compare(run("a", {1: same()}), run("b", {2: same()}))

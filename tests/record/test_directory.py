@@ -21,7 +21,7 @@ MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
 @pytest.mark.parametrize(
     ("settings", "command"),
     [
-        (text_config.tiny(), "instep train --config {path}/config.toml --run-dir again --no-resume {leaves}"),
+        (text_config.tiny(), "instep train --config {path}/config.toml --run-dir again {leaves}"),
         (SCRIPT, "instep run --run-dir again {leaves} 'my train.py' --lr 1e-3"),
         (MODULE, "instep run --run-dir again {leaves} -m mine.train"),
         (ScriptConfig(), ""),

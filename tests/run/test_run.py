@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import signal
 import sys
 import tomllib
@@ -643,3 +644,29 @@ def test_an_error_where_a_step_begins_or_ends_gives_everything_back(begin: Begin
     with pytest.raises(ValueError, match="no optimizer has stepped"):
         accumulating()
     assert dict(hooks) == before
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        (0, r"interrupted before its first checkpoint: instep\.Run\('{0}', resume=True\) starts over\n"),
+        (4, r"interrupted with a checkpoint of step \d: resume with instep\.Run\('{0}', resume=True\)\n"),
+    ],
+)
+def test_ctrl_c_ends_a_script_with_a_line_that_says_how_to_resume(
+    stop: int, says: str, begin: Begin, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *error: print("traceback", file=sys.stderr))
+
+    def interrupt(step: instep.Step) -> None:
+        if step == stop:
+            raise KeyboardInterrupt
+
+    loop = begin(checkpoint={"every": 1})
+    with pytest.raises(KeyboardInterrupt) as raised:
+        loop.train(5, before=interrupt)
+    capsys.readouterr()
+    sys.excepthook(KeyboardInterrupt, raised.value, None)  # as Python does at the end
+    assert re.fullmatch(says.format(loop.run._steps.path), capsys.readouterr().err)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "traceback\n"
