@@ -29,19 +29,10 @@ class DoctorOptions:
     """Start two ranks and prove, with every strategy, that their gradient is that of one process."""
 
 
-def parse(args: Sequence[str]) -> DoctorOptions:
-    """The options that ``args`` ask for.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
-    """
-    return tyro.cli(DoctorOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
-
-
 def main(args: Sequence[str]) -> int:
     """Look as ``args`` say; return the exit code."""
     try:
-        options = parse(args)
+        options = tyro.cli(DoctorOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
         from instep.bench.doctor import run
 

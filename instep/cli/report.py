@@ -42,19 +42,10 @@ class ReportOptions:
     """How many of the last steps go into the traces; 0: none are written."""
 
 
-def parse(args: Sequence[str]) -> ReportOptions:
-    """The options that ``args`` ask for.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after what is not an option, with the nearest that are.
-    """
-    return tyro.cli(ReportOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
-
-
 def main(args: Sequence[str]) -> int:
     """Report as ``args`` say; return the exit code."""
     try:
-        options = parse(args)
+        options = tyro.cli(ReportOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
         if options.run_dir.exists() and not options.run_dir.is_dir():
             for line in profile_lines(*read_records(options.run_dir)):
                 print(line)

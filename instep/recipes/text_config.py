@@ -209,26 +209,11 @@ def _check(config: Config) -> None:
             f"batch.global_size {size} is no multiple of batch.micro_size {micro}: "
             f"use {f'{below} or ' if below else ''}{below + micro}, or another micro-batch"
         )
-    _check_nodes(config.parallel)
     _check_sharding(config)
     _check_pipeline(config)
     if config.ranks:
         check_ranks(config, config.ranks)
         check_rows(config.ranks, config.parallel.shard)
-
-
-def _check_nodes(parallel: ParallelConfig) -> None:
-    """Raise ``ValueError`` for a format of tree nodes that has no effect, or no tree."""
-    if parallel.nodes == "float32" and parallel.rounding != "nearest":
-        raise ValueError(
-            f"parallel.rounding {parallel.rounding} with parallel.nodes float32, which are not rounded any "
-            "further: set parallel.nodes bfloat16 or int8, or leave the rounding out"
-        )
-    if parallel.nodes != "float32" and not parallel.ordered:
-        raise ValueError(
-            f"parallel.nodes {parallel.nodes} with parallel.ordered false, where the backend adds, and no "
-            "tree: leave one of them out"
-        )
 
 
 def _check_pipeline(config: Config) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instep.record.shape import COUNT, TEXT, Shape
+from instep.record.shape import Shape
 from instep.regular_files import create, open_or_create, open_regular, require_in_place
 
 TAIL_BYTES = 1 << 18
@@ -30,8 +30,8 @@ Fields = dict[str, Any]
 """A JSON object: one line of a file, or all of it."""
 
 OBJECTS = Shape({})
-OF_STEPS = Shape({"step": COUNT, "event": TEXT}, required={"step"})
-EVENTS = Shape({"event": TEXT}, required={"event"})
+OF_STEPS = Shape({"step": int, "event": str}, required={"step"})
+EVENTS = Shape({"event": str}, required={"event"})
 
 
 def to_json(fields: Any, indent: int | None = None) -> str:
@@ -118,8 +118,10 @@ def read_object(path: Path, notes: list[str] | None = None) -> Fields:
     return {}
 
 
-def read_lines(path: Path, notes: list[str] | None = None, shape: Shape = OBJECTS) -> list[Fields]:
-    """The lines of a JSONL file, up to the first torn one; [] if there is no file.
+def read_lines(
+    path: Path, notes: list[str] | None = None, shape: Shape = OBJECTS, mark: bytes = b""
+) -> list[Fields]:
+    """The lines of a JSONL file that begin with ``mark``, up to the first torn one; [] if there is no file.
 
     With ``notes`` a file that cannot be read, and a line that is not of ``shape``, end the lines, too;
     ``notes`` says what was left out.
@@ -130,13 +132,14 @@ def read_lines(path: Path, notes: list[str] | None = None, shape: Shape = OBJECT
     found: list[Fields] = []
     told = [] if notes is None else notes
     try:
-        for number, (_, line) in enumerate(each_line(path), start=1):
+        for number, _, line in each_line(path, mark):
             if line is NOT_JSON:
                 told.append(f"{path.name} is torn at line {number}: the rest is left out")
                 break
             if problem := shape.problem(line):
                 if notes is None:
-                    raise _not_ours(path, number, problem)
+                    fix = "restore the file, or move it away"
+                    raise ValueError(f"{path}, line {number}: {problem}: {fix}")
                 told.append(f"{path.name}, line {number}: {problem}: the rest is left out")
                 break
             found.append(line)
@@ -150,29 +153,15 @@ def read_lines(path: Path, notes: list[str] | None = None, shape: Shape = OBJECT
     return found
 
 
-def each_line(path: Path) -> Iterator[tuple[bytes, Any]]:
-    """Each line of a file, as bytes and as parsed JSON; ``NOT_JSON`` if it is none."""
-    with open(path, "rb", opener=open_regular) as file:
-        for data in file:
-            yield data, _parsed(data)
+def each_line(path: Path, mark: bytes = b"") -> Iterator[tuple[int, bytes, Any]]:
+    """The lines of a file that begin with ``mark``: number, bytes, and the JSON, ``NOT_JSON`` if it is none.
 
-
-def marked_lines(path: Path, mark: bytes, shape: Shape) -> list[Fields]:
-    """The whole lines that begin with ``mark``; the others are not even parsed. [] if there is no file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: such a line is not of ``shape``.
+    The others are not even parsed.
     """
-    found: list[Fields] = []
-    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         for number, data in enumerate(file, start=1):
-            if data.startswith(mark) and data.endswith(b"\n"):
-                line = _parsed(data)
-                if problem := "expected JSON" if line is NOT_JSON else shape.problem(line):
-                    raise _not_ours(path, number, problem)
-                found.append(line)
-    return found
+            if data.startswith(mark):
+                yield number, data, _parsed(data)
 
 
 def read_last_lines(path: Path, shape: Shape = OF_STEPS) -> list[Fields]:
@@ -210,7 +199,3 @@ def _parsed(data: bytes) -> Any:
     except (ValueError, RecursionError):
         return NOT_JSON
     return numbers_of(found) if isinstance(found, dict) else found
-
-
-def _not_ours(path: Path, number: int, problem: str) -> ValueError:
-    return ValueError(f"{path}, line {number}: {problem}: restore the file, or move it away")

@@ -19,12 +19,12 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from instep.record.jsonl import read_object, replace_text, to_json
 
@@ -66,39 +66,33 @@ class Loggers:
         """``path`` is the run directory; ``written`` the number of steps in it that count: later ones are
         made again. ``timeout_s`` bounds each wait for the network; ``say`` is given lines for the user."""
         self._say = say
-        self._open: dict[str, _Logger] = {}
+        self._open: dict[str, _TensorBoard | _WandB] = {}
         self._failed: set[str] = set()
         if rank != 0:
             return
         check(names)
         plain = json.loads(json.dumps(config, default=str))
         for name in names:
-            try:
+            with self._or_without(name):
                 package = importlib.import_module(EXTRAS[name])
                 if name == "tensorboard":
                     self._open[name] = _TensorBoard(package, path, plain, max(written, 0))
                 else:
                     self._open[name] = _WandB(package, path, plain, project, timeout_s, say)
-            except (Exception, SystemExit) as error:
-                self._give_up(name, error)
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """``figures`` are those of ``step``."""
-        for name, logger in self._open.items():
-            if name not in self._failed:
-                try:
-                    logger.log(step, figures)
-                except (Exception, SystemExit) as error:
-                    self._give_up(name, error)
+        for name in self._open.keys() - self._failed:
+            with self._or_without(name):
+                self._open[name].log(step, figures)
 
     def close(self, *, failed: bool = False) -> None:
-        """Write what is left and end what was started; a second time, nothing."""
+        """Write what is left and end what was started, also of a logger that has failed; a second time,
+        nothing."""
         while self._open:
             name, logger = self._open.popitem()
-            try:
+            with self._or_without(name):
                 logger.close(failed)
-            except (Exception, SystemExit) as error:
-                self._give_up(name, error)
 
     def __enter__(self) -> Loggers:
         return self
@@ -108,17 +102,15 @@ class Loggers:
     ) -> None:
         self.close(failed=kind is not None)
 
-    def _give_up(self, name: str, error: BaseException) -> None:
-        """The run continues without the logger; ``close`` still ends what it has started."""
-        if name not in self._failed:
-            self._failed.add(name)
-            self._say(f"{name} failed, and the run continues without it: {_in_a_line(error)}")
-
-
-class _Logger(Protocol):
-    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def close(self, failed: bool) -> None: ...
+    @contextmanager
+    def _or_without(self, name: str) -> Iterator[None]:
+        """If the block fails, the run continues without the logger, which is said once."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._say(f"{name} failed, and the run continues without it: {_in_a_line(error)}")
 
 
 class _TensorBoard:
@@ -160,22 +152,20 @@ class _WandB:
         known = read_object(kept).get("id") or secrets.token_hex(4)
         replace_text(kept, to_json({"id": known}) + "\n")
         run = {"project": project, "dir": str(path), "id": known, "name": path.resolve().name}
-        # Offline where the answer would be a prompt for a key; asked before the service starts.
-        mode = os.environ.get("WANDB_MODE") or "online"
-        if mode == "online" and not package.login(prompt=False, verify=False):
-            mode = "offline"
-        try:
+        run |= {"resume": "allow", "config": config}
+        modes = [os.environ.get("WANDB_MODE") or "online"]
+        if modes == ["online"]:  # not where it would ask for a key, which shows before the service starts
+            has_key = package.login(prompt=False, verify=False)
+            modes = ["online", "offline"] if has_key else ["offline"]
+        for mode in modes:
             try:
-                self._run = self._init(mode, {**run, "resume": "allow", "config": config})
-            except Exception as error:
-                if mode != "online":
+                self._run = self._init(mode, run)
+                break
+            except BaseException as error:
+                self._end_service()
+                if mode == modes[-1] or not isinstance(error, Exception):
                     raise
                 say(f"wandb does not reach its server, and works offline: {_in_a_line(error)}")
-                self._end_service()
-                self._run = self._init("offline", {**run, "resume": "allow", "config": config})
-        except BaseException:
-            self._end_service()
-            raise
         if not self._run.offline and self._run.url:
             say(f"wandb: {self._run.url}")
 
@@ -188,11 +178,13 @@ class _WandB:
         errors: list[BaseException] = []
 
         def end() -> None:
-            for act in (lambda: self._run.finish(exit_code=int(failed)), self._end_service):
+            try:
                 try:
-                    act()
-                except BaseException as error:
-                    errors.append(error)
+                    self._run.finish(exit_code=int(failed))
+                finally:
+                    self._end_service()
+            except BaseException as error:
+                errors.append(error)
 
         ending = threading.Thread(target=end, name="wandb-close", daemon=True)
         ending.start()

@@ -10,12 +10,12 @@ from pathlib import Path
 from instep.net.peers import Peer, is_alive
 from instep.record.directory import CONFIG, SUMMARY, WORKERS, command_again, config_of, config_text
 from instep.record.jsonl import Fields, read_object
-from instep.record.shape import COUNT, TEXT, Shape
+from instep.record.shape import Shape
 from instep.record.step_lines import part_begins
 from instep.timeline.run_setting import setting_of
 from instep.timeline.trace_files import RunTraces
 
-PEER = Shape({"host": TEXT}, required={field.name for field in fields(Peer)}, others=COUNT)
+PEER = Shape({"host": str}, required={field.name for field in fields(Peer)}, others=int)
 
 
 def workers(path: Path) -> list[Peer]:

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from instep.record.directory import RECORD
-from instep.record.jsonl import NOT_JSON, Fields, each_line, finite, marked_lines, numbers_of, read_last_lines
-from instep.record.shape import COUNT, NUMBER, TEXT, Kind, Shape, is_count, is_object, is_text, short
+from instep.record.jsonl import NOT_JSON, Fields, each_line, finite, numbers_of, read_last_lines, read_lines
+from instep.record.shape import Shape, short
 
 SAMPLE_EVERY = 50  # steps until each block of the state has been sampled once
 STARTED, ACCEPTED, EVALUATED = "started", "contract accepted", "evaluated"
@@ -144,7 +144,7 @@ def is_of_another_contract(path: Path, step: int) -> bool:
 
 
 def _events(path: Path, name: str, shape: Shape) -> list[Fields]:
-    return marked_lines(path / RECORD, f'{{"event": "{name}"'.encode(), shape)
+    return read_lines(path / RECORD, shape=shape, mark=f'{{"event": "{name}"'.encode())
 
 
 def part_begins(starts: Sequence[Mapping[str, Any]]) -> int:
@@ -232,7 +232,7 @@ def read_run(path: Path) -> RecordedRun:
     if not (path / RECORD).is_file():
         raise ValueError(f"{path} has no {RECORD}: expected the directory of a run")
     run = RecordedRun(path)
-    for number, (data, line) in enumerate(each_line(path / RECORD), start=1):
+    for number, data, line in each_line(path / RECORD):
         where = f"{path / RECORD}, line {number}"
         if line is NOT_JSON and not data.endswith(b"\n"):  # it was being written when the run was killed
             run.notes.append(f"{where}: torn, and left out")
@@ -278,49 +278,37 @@ def _state_digests(line: Fields) -> StateDigests | None:
     return (line["state_sha256"], line.get("entries", {})) if "state_sha256" in line else None
 
 
-def _is_digests(value: Any) -> bool:
-    return is_object(value, is_text)
+class Leaf(TypedDict):
+    """The gradient of a micro-batch, or of some of its parameters."""
+
+    leaf: int
+    rank: int
+    parameters: dict[str, str]
 
 
-def _is_sample(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(x, list) and len(x) == 3 and is_text(x[0]) and is_count(x[1]) and is_text(x[2])
-        for x in value
-    )
-
-
-DIGESTS: Kind = ("an object of hashes", _is_digests)
-LEAF_FIELDS: Mapping[str, Kind] = {"leaf": COUNT, "rank": COUNT, "parameters": DIGESTS}
-LEAF = Shape(LEAF_FIELDS, required=LEAF_FIELDS.keys())
-EVENT_FIELDS: Mapping[str, Kind] = {
-    "event": TEXT,
-    "world_size": COUNT,
-    "placement": ("an object of sizes", lambda x: is_object(x, is_count)),
-    "strategy": TEXT,
-    "parallel": ("an object of settings", is_object),
-    "restarts": COUNT,
-    "generation": COUNT,
-    "fingerprint": TEXT,
-    "numerical": (
-        "an object of settings",
-        lambda x: is_object(x, lambda content: not isinstance(content, dict | list)),
-    ),
-    "differences": ("a list of text", lambda x: isinstance(x, list) and all(map(is_text, x))),
+EVENT_FIELDS: Mapping[str, Any] = {
+    "event": str,
+    "world_size": int,
+    "placement": dict[str, int],
+    "strategy": str,
+    "parallel": dict[str, Any],
+    "restarts": int,
+    "generation": int,
+    "fingerprint": str,
+    "numerical": dict[str, str | float | bool | None],
+    "differences": list[str],
 }
-STEP_FIELDS: Mapping[str, Kind] = {
-    "step": COUNT,
-    "cursor": COUNT,
-    "skipped": TEXT,
-    "sampled": ("a list of name, block and hash", _is_sample),
-    "state_sha256": TEXT,
-    "entries": DIGESTS,
-    "leaves": (
-        "a list of micro-batches",
-        lambda x: isinstance(x, list) and not any(map(LEAF.problem, x)),
-    ),
-    "reduced": DIGESTS,
+STEP_FIELDS: Mapping[str, Any] = {
+    "step": int,
+    "cursor": int,
+    "skipped": str,
+    "sampled": list[tuple[str, int, str]],
+    "state_sha256": str,
+    "entries": dict[str, str],
+    "leaves": list[Leaf],
+    "reduced": dict[str, str],
 }
-LINES = Shape({**EVENT_FIELDS, **STEP_FIELDS}, required={"step"}, others=NUMBER)
-STARTS = Shape(LINES.kinds, required={"step", "fingerprint", "numerical"})
+LINES = Shape({**EVENT_FIELDS, **STEP_FIELDS}, required={"step"}, others=float)
+STARTS = Shape(LINES.kinds, required={"step", "fingerprint", "numerical"}, others=float)
 # Names of figures that the run writes itself; a script logs others, and the loss.
 RESERVED = {*LINES.kinds, *FIGURES, "held_out_loss"} - {"loss"}

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from instep.record.directory import SUMMARY
-from instep.record.shape import COUNT, TEXT, Shape, is_number, is_object
+from instep.record.shape import Shape, is_number
 
 SHOWN = Shape(
     {
-        "steps": COUNT,
-        "strategy": TEXT,
-        "world_size": COUNT,
-        "state_sha256": TEXT,
-        "first_step": COUNT,
-        "parallel": ("an object of settings", is_object),
+        "steps": int,
+        "strategy": str,
+        "world_size": int,
+        "state_sha256": str,
+        "first_step": int,
+        "parallel": dict[str, Any],
     },
     required={"steps", "strategy", "world_size", "state_sha256"},  # without these there is nothing to show
 )

@@ -1,6 +1,7 @@
 """The run directory, claimed by one command at a time, and the files that hold for all of a run.
 
-``record.directory`` has the names of its files.
+The process that starts the ranks claims it, or all ranks of another launcher together. ``record.directory``
+has the names of its files.
 """
 
 from __future__ import annotations
@@ -10,35 +11,29 @@ import json
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+from instep.checkpoint.files import step_directories
+from instep.launch.launch_environment import LAUNCH_DIGITS, LaunchEnvironment
+from instep.net.agree import on_first_rank, require_same_lines
 from instep.net.peers import RECORD_BYTES, Peer, is_alive, own_peer
-from instep.record.directory import CONFIG, SUMMARY, WORKERS
+from instep.net.process_group import Group
+from instep.record.directory import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
 from instep.record.jsonl import replace_text, to_json
 from instep.record.status import workers
 from instep.regular_files import open_regular, require_in_place, try_lock
+from instep.run.writer import require_readable
 
 RUNS = Path("runs")  # where a directory is made for a run that names none
 MADE_UP = re.compile(r"train-[0-9]{8}-[0-9]{6}(-(?P<launch>[0-9a-f]{16}))?(-[0-9]{1,3})?")
 LOCK = "run.lock"
-
-
-class Claim(Protocol):
-    """What is asked for: a directory, or None for a new one in ``runs/``; and to go on with what is in it."""
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Where the run is recorded."""
-
-    @property
-    def resume(self) -> bool:
-        """Whether an earlier command has begun it."""
 
 
 class Claimed:
@@ -48,12 +43,12 @@ class Claimed:
     is for those who find it locked, and decides only where the file system has no locks.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path) -> None:
         """Lock the directory ``path``; ValueError names the process that has it locked."""
         self.path = path
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._fd = _lock(path, say)
+            self._fd = _lock(path)
         except BaseException:
             os.close(self._directory)
             raise
@@ -93,40 +88,77 @@ class Claimed:
         self.release()
 
 
-def claim(config: Claim, say: Callable[[str], None], launch: str = "") -> Claimed:
-    """The directory of this run, made if need be, and locked; nothing else in it is touched.
+def claim(run_dir: Path | None, resume: bool, launch: str = "") -> Claimed:
+    """The directory ``run_dir``, made if need be, and locked; None makes a new one in ``runs/``.
 
-    ``say`` is told where the file system has no locks. A name that is made up has ``launch`` in it, by which
-    ``of_launch`` finds the directory again.
+    Nothing else in it is touched; ``resume``: an earlier command has begun the run. A name that is made up
+    has ``launch`` in it, by which ``of_launch`` finds the directory again.
 
     Raises:
         ValueError: it holds another run, or that run is still going on, or there is nothing to resume.
         PermissionError: it cannot be written to.
     """
-    path = _directory(config, launch)
-    claimed = Claimed(path, say)
+    path = _directory(run_dir, resume, launch)
+    claimed = Claimed(path)
     try:
-        _require_free(config, path)
+        _require_free(path, resume)
+        require_readable(path)
     except BaseException:
         claimed.unlock()
         raise
     return claimed
 
 
-def _directory(config: Claim, launch: str) -> Path:
+def claim_together(
+    run_dir: Path | None,
+    resume: bool,
+    place: LaunchEnvironment,
+    group: Group,
+    hold: Callable[[Claimed], object],
+) -> tuple[Path, bool]:
+    """As ``claim``, by all ranks of a launcher: the run directory, and whether to go on with what is in it.
+
+    Collective. The launcher's store could carry the path over a restart, but others may write to it, and a
+    run that believed it would go on from a stranger's checkpoint. So a path is what this rank's own config
+    says, and a name that was made up is found again in ``runs/`` by what this start is known by. The first
+    rank is to ``hold`` the directory for all.
+
+    Raises:
+        ValueError: the ranks were given different directories, or as ``claim``; or a restart cannot
+            know its directory.
+    """
+    require_same_lines(group, "run_dir", [str(run_dir)], fix=": give all ranks the same --run-dir, or none")
+    told = group.all_gather_bytes(place.launch.encode(), "the comparison of launches", limit=LAUNCH_DIGITS)
+    restarted = bool(place.restart_count)
+
+    def claim_for_all() -> tuple[str, bool]:
+        if run_dir is None and restarted and place.source == "torchrun" and not place.launch:
+            raise ValueError("this torchrun does not say which run it restarts: pass --run-dir")
+        launches = {launch.decode() for launch in told if launch}
+        known = run_dir or (of_launch(launches) if restarted else None)
+        begun = restarted and known is not None and (known / CONFIG).exists()
+        claimed = claim(known, resume or begun, place.launch)
+        hold(claimed)
+        return claimed.path.name, resume or begun
+
+    name, resume = on_first_rank(group, "claiming the run directory", claim_for_all)
+    return run_dir or made_up(name), resume
+
+
+def _directory(run_dir: Path | None, resume: bool, launch: str) -> Path:
     """Where the run is to be recorded: a directory that can be written to."""
-    if config.run_dir is None:
-        if config.resume:
+    if run_dir is None:
+        if resume:
             raise ValueError(f"--resume needs --run-dir: which run shall go on? {_newest_run()}".rstrip())
         return _make(RUNS / (time.strftime("train-%Y%m%d-%H%M%S") + f"-{launch}" * bool(launch)), fresh=True)
-    if config.resume and not config.run_dir.exists():
-        raise ValueError(f"{config.run_dir} does not exist, so there is no run to resume: look at --run-dir")
+    if resume and not run_dir.exists():
+        raise ValueError(f"{run_dir} does not exist, so there is no run to resume: look at --run-dir")
     try:
-        str(config.run_dir).encode()
+        str(run_dir).encode()
     except UnicodeEncodeError:
-        name = str(config.run_dir).encode(errors="backslashreplace").decode()
+        name = str(run_dir).encode(errors="backslashreplace").decode()
         raise ValueError(f"run directory {name} is not valid UTF-8: pass another --run-dir") from None
-    path = _make(config.run_dir, fresh=False)
+    path = _make(run_dir, fresh=False)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(f"run directory {path} cannot be written to: pass another --run-dir")
     return path
@@ -138,11 +170,11 @@ def _newest_run() -> str:
     return f"The newest is --run-dir {shlex.quote(str(max(configs)[1]))}" if configs else ""
 
 
-def _require_free(config: Claim, path: Path) -> None:
+def _require_free(path: Path, resume: bool) -> None:
     """ValueError unless ``path``, which is locked, may be begun in, or gone on with."""
     is_empty = all(entry.name == LOCK for entry in path.iterdir())
     holds_run = (path / CONFIG).exists()
-    if config.resume:
+    if resume:
         # Ranks outlive the command that held the lock for a moment, and where there are no locks for longer.
         busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in workers(path) if is_alive(peer)]
         if busy:
@@ -157,12 +189,12 @@ def _require_free(config: Claim, path: Path) -> None:
         raise ValueError(f"{path} has other files: pass another --run-dir")
 
 
-def _lock(path: Path, say: Callable[[str], None]) -> int:
+def _lock(path: Path) -> int:
     """The descriptor of the lock of directory ``path``, which this process holds from here on."""
     while True:
         fd = open_regular(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            _take_lock(fd, path, say)
+            _take_lock(fd, path)
             require_in_place(fd, path / LOCK)
         except OSError as error:
             os.close(fd)
@@ -175,7 +207,7 @@ def _lock(path: Path, say: Callable[[str], None]) -> int:
             return fd
 
 
-def _take_lock(fd: int, path: Path, say: Callable[[str], None]) -> None:
+def _take_lock(fd: int, path: Path) -> None:
     """Lock ``fd`` and put this process's name into it."""
     locked = try_lock(fd)
     holder = _holder(fd)
@@ -226,6 +258,21 @@ def begin(path: Path, config: str, peers: Sequence[Peer]) -> None:
 def end(path: Path, summary: Mapping[str, Any]) -> None:
     """Write the figures of the whole run, in the place of an earlier part's."""
     replace_text(path / SUMMARY, to_json(summary, indent=1) + "\n")
+
+
+def how_to_go_on(path: Path, resume: str = "") -> str:
+    """What there is in ``path`` of a run that was interrupted, and what goes on with it, by default flags."""
+    resume = resume or f"--resume --run-dir {shlex.quote(str(path))}"
+    with suppress(OSError):
+        steps = [step for step, _ in step_directories(path / CHECKPOINTS)]
+        if steps:
+            return f"with a checkpoint of step {steps[0]}: resume with {resume}"
+    return f"before its first checkpoint: {resume} starts over"
+
+
+def say(text: str) -> None:
+    """What people shall read, of the run."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _make(path: Path, *, fresh: bool) -> Path:

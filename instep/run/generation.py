@@ -30,6 +30,7 @@ from instep.record.display import Display
 from instep.record.loggers import Loggers
 from instep.record.step_lines import LINES, is_of_another_contract, part_begins, starts, steps_recorded
 from instep.run import folder
+from instep.run.membership import Membership
 from instep.run.peak_memory import peak_memory, words
 from instep.run.recovery import BEGINNING, Checkpoints, Snapshots, restore_newest
 from instep.run.script_training import ScriptTraining
@@ -51,21 +52,24 @@ class Ending(Enum):
 EXIT_CODES = {Ending.DONE: 0, Ending.STOPPED: 75}
 
 
-@dataclass(frozen=True)
-class Aside:
-    """What happens beside the steps: ``save`` a checkpoint when one is due, ``keep`` a copy after each step
-    (given how many seconds it took); ``first_step`` is told of the first one."""
-
-    save: Callable[[], None]
-    keep: Callable[[float], None] = lambda step_s: None
-    first_step: Callable[[], None] = lambda: None
-
-
 class AfterSteps:
-    """What follows each step, of one generation; all of it may be done twice."""
+    """What follows each step, of one generation; all of it may be done twice.
 
-    def __init__(self, training: ScriptTraining, writer: RunWriter, display: Display, aside: Aside) -> None:
-        self.training, self.writer, self.display, self.aside = training, writer, display, aside
+    A checkpoint into ``checkpoints`` when one is due, a copy into ``memory`` after each step; ``member`` is
+    told of the first one.
+    """
+
+    def __init__(
+        self,
+        training: ScriptTraining,
+        writer: RunWriter,
+        display: Display,
+        checkpoints: Checkpoints,
+        memory: Snapshots | None = None,
+        member: Membership | None = None,
+    ) -> None:
+        self.training, self.writer, self.display = training, writer, display
+        self.checkpoints, self.memory, self.member = checkpoints, memory, member
         config = training.config
         self.last = min(config.stop_after or config.steps, config.steps)
         self._is_first = True
@@ -92,9 +96,11 @@ class AfterSteps:
     def made(self, step_s: float) -> None:
         """A step was made, in so many seconds: copy the state, if it is time to."""
         with self.training.mesh.recorder.span("snapshot", lane="host"):
-            self.aside.keep(step_s)
+            if self.memory is not None:
+                self.memory.after_step(self.training, step_s)
         if self._is_first:
-            self.aside.first_step()
+            if self.member is not None:
+                self.member.stepped()
             self.training.compare_objects()
             self._is_first = False
 
@@ -141,7 +147,7 @@ class AfterSteps:
         if saves:
             with span("save", lane="host"):
                 training.heartbeat.enter("save")
-                self.aside.save()
+                self.checkpoints.save(training)
 
 
 @dataclass
@@ -153,16 +159,15 @@ class Generation:
     collective over the mesh of ``training``.
 
     ``introduction`` says what the run is about to do, in lines: all of it, or (False) of another group of
-    ranks alone.
+    ranks alone. ``memory`` and ``member`` are those of a supervised process.
     """
 
     training: ScriptTraining
     path: Path
     checkpoints: Checkpoints
-    memory: Snapshots | None = None
-    introduction: Callable[[bool], list[str]] = field(default=lambda is_first: [])
-    agreed: Callable[[str], None] = field(default=lambda source: None)  # told where the state came from
-    stepped: Callable[[], None] = field(default=lambda: None)  # told after the first step
+    memory: Snapshots | None
+    member: Membership | None
+    introduction: Callable[[bool], list[str]]
     _open: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def begin(self) -> Ending | None:
@@ -181,7 +186,8 @@ class Generation:
         writer = RunWriter(self.path, training, begun["written"], loggers.step)
         self._files.enter_context(closing(writer))
         writer.started(begun["restarts"], begun["accepted"])
-        self.after = AfterSteps(training, writer, self.display, self._aside())
+        parts = self.checkpoints, self.memory, self.member
+        self.after = AfterSteps(training, writer, self.display, *parts)
         self.after.begin(is_saved=begun["is_saved"])
         return self.after.ending
 
@@ -253,7 +259,8 @@ class Generation:
             self.display.say(line)
         if training.mesh.rank == 0 and not seen["is_finished"]:
             folder.begin(path, training.recorded, world.peers.table)
-        self.agreed(source)
+        if self.member is not None:
+            self.member.agreed(source)
         return {**seen, "accepted": told.get("accepted", [])}
 
     def _begins_again(self, recorded_steps: int) -> str:
@@ -309,14 +316,6 @@ class Generation:
             trace_files.record(mesh.recorder, self.path / trace_files.FOLDER, capacity, head)
         except (OSError, ValueError) as error:  # which ends no run for want of its trace
             self.display.say(f"no trace is kept: {error}")
-
-    def _aside(self) -> Aside:
-        training, memory = self.training, self.memory
-        return Aside(
-            save=lambda: self.checkpoints.save(training),
-            keep=lambda step_s: memory.after_step(training, step_s) if memory else None,
-            first_step=self.stepped,
-        )
 
     def _sum_up(self, told: Sequence[bytes], memory: dict[str, Any], state: str) -> None:
         first = self._begun["first_step"]

@@ -78,23 +78,19 @@ class Health:
         Raises:
             CheckpointRejected: it is nothing that ``state`` returns.
         """
-        if not isinstance(state, dict) or set(state) != {"skipped", "in_a_row", "norms"}:
-            raise CheckpointRejected(
-                "the state of the step checks: expected skipped, in_a_row and norms, got "
-                f"{', '.join(map(str, state)) if isinstance(state, dict) else type(state).__name__}"
-            )
-        skipped, in_a_row, norms = state["skipped"], state["in_a_row"], state["norms"]
-        if not (type(skipped) is type(in_a_row) is int and 0 <= in_a_row <= skipped):
-            raise CheckpointRejected(
-                f"the state of the step checks: expected two counts, got {skipped!r} skipped, of which "
-                f"{in_a_row!r} in a row"
-            )
-        if not isinstance(norms, list) or len(norms) > WINDOW or not all(map(_is_norm, norms)):
-            raise CheckpointRejected(
-                f"the state of the step checks: expected at most {WINDOW} finite norms, got {str(norms)[:80]}"
-            )
-        self.skipped, self.in_a_row = skipped, in_a_row
-        self._norms = deque(norms, maxlen=WINDOW)
+        match state:
+            case {"skipped": skipped, "in_a_row": in_a_row, "norms": [*norms], **more} if (
+                not more
+                and (type(skipped) is type(in_a_row) is int and 0 <= in_a_row <= skipped)
+                and (len(norms) <= WINDOW and all(map(_is_norm, norms)))
+            ):
+                self.skipped, self.in_a_row = skipped, in_a_row
+                self._norms = deque(norms, maxlen=WINDOW)
+            case _:
+                raise CheckpointRejected(
+                    "the state of the step checks: expected two counts, skipped and in_a_row, and at most "
+                    f"{WINDOW} finite norms, got {str(state)[:80]}"
+                )
 
     def _reason(self, norm: float) -> str | None:
         if not math.isfinite(norm):

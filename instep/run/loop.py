@@ -8,6 +8,7 @@ __exit__    it is made; or a rank was lost in it, and the others part, to meet a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,7 @@ from instep.launch.rank_process import exit_now
 from instep.launch.signals import listen_for_preemption
 from instep.mesh.mesh import Mesh
 from instep.net.agree import on_first_rank
-from instep.run import folder
-from instep.run.claim import Wanted, claim_together, end_with_a_line, how_to_go_on
+from instep.run.folder import Claimed, claim_together, how_to_go_on, say
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
 from instep.run.placement import introduction, layout_of, shard_axis
@@ -131,7 +131,7 @@ class RunLoop(Iterator[RunStep]):
         self._why: dict[str, Any] = {}
         self._member: Membership | None = None
         self._memory: Snapshots | None = None
-        self._claimed: list[folder.Claimed] = []
+        self._claimed: list[Claimed] = []
         self._listen_no_longer: Callable[[], None] = lambda: None
         self._begin()
 
@@ -248,11 +248,8 @@ class RunLoop(Iterator[RunStep]):
         assert self.path is not None
         self.work.phases.follow(run.mesh.recorder)
         checkpoints = Checkpoints(self.path, training.config.timeout_s, training.heartbeat, self._memory)
-        self._generation = generation = Generation(
-            training, self.path, checkpoints, self._memory, self._introduction
-        )
-        if self._member is not None:
-            generation.stepped, generation.agreed = self._member.stepped, self._agreed
+        parts = self._memory, self._member, self._introduction
+        self._generation = generation = Generation(training, self.path, checkpoints, *parts)
         ending = generation.begin()
         if self._member is not None and training.steps_done == 0:  # what is built can be built only once
             self._keep_beginning(checkpoints)
@@ -292,17 +289,13 @@ class RunLoop(Iterator[RunStep]):
             pp=shard_axis(member.world_size, arranged.pp),
         )
 
-    def _agreed(self, source: str) -> None:
-        assert self._member is not None
-        self._member.agreed(source, self.training.contract_number)
-
     def _claim(self) -> Path:
         """The folder, claimed by all ranks together, which another launcher has started."""
         settings, place = self.training.config, detect(os.environ)
         group = self.run.mesh.world.group
-        wanted = Wanted(settings.run_dir, settings.resume)
+        asked = settings.run_dir, settings.resume
         try:
-            path, resume = claim_together(wanted, place, group, self._claimed.append)
+            path, resume = claim_together(*asked, place, group, self._claimed.append)
         except ValueError as error:
             if self.run.mesh.rank or self.training.command != "instep run":
                 raise
@@ -441,3 +434,16 @@ def _in_contract(scripts: Mapping[str, Scalar], **own: Scalar) -> dict[str, Scal
     clashing = {name for name, value in own.items() if scripts.get(name, value) != value}
     named = {f"config.{name}" if name in clashing else name: value for name, value in scripts.items()}
     return named | own
+
+
+def end_with_a_line(interrupt: KeyboardInterrupt, line: str) -> None:
+    """Where ``interrupt`` ends the program, ``line`` stands in the place of its traceback."""
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is interrupt:
+            say(line)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = told

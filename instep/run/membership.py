@@ -59,42 +59,23 @@ class Membership:
         self.training.generation = assignment.generation
         self.training.heartbeat.enter("join")
 
-    def meet(
-        self,
-        *,
-        backend: str | None,
-        device: str | None,
-        timeout_s: float,
-        threads: int,
-        shard: int = 1,
-        pp: int = 1,
-    ) -> Mesh:
-        """A mesh of the ranks of this generation. Collective."""
+    def meet(self, timeout_s: float, **options: Any) -> Mesh:
+        """A mesh of the ranks of this generation; ``options`` as of ``join_store``. Collective."""
         assignment, store = self._assignment, None
         if assignment.world_size > 1:
             store = LogStore(assignment.store, lambda: self.channel.is_over, timeout_s)
-        return join_store(
-            store,
-            assignment.rank,
-            assignment.world_size,
-            backend=backend,
-            device=device,
-            timeout_s=timeout_s,
-            threads=threads,
-            local_rank=assignment.place,
-            shard=shard,
-            pp=pp,
-        )
+        ranks, place = (assignment.rank, assignment.world_size), assignment.place
+        return join_store(store, *ranks, timeout_s=timeout_s, local_rank=place, **options)
 
     def joined(self) -> None:
-        """The ranks have met."""
+        """The ranks have met, and what was registered has joined them."""
         self._times["joined_ns"] = time.monotonic_ns()
 
-    def agreed(self, source: str, contract: int) -> None:
-        """All have the state, which came from ``source``, under the contract of this number."""
+    def agreed(self, source: str) -> None:
+        """All have the state, which came from ``source``, under one contract."""
         self._times.update(agreed_ns=time.monotonic_ns(), source=source)
         if self._assignment.rank == 0:
-            self.channel.page.contract = contract
+            self.channel.page.contract = self.training.contract_number
 
     def stepped(self) -> None:
         """The first step of this generation is made."""

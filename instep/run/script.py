@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from instep.checkpoint.contract import file_hash
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
@@ -47,25 +47,13 @@ class ScriptCall:
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Loop(Protocol):
-    """That over the steps of a run."""
-
-    @property
-    def left(self) -> str:
-        """Where the script has left it before its end; "" if it has not."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-
-
 @dataclass(frozen=True)
 class Started:
     """Who has started this process, for the ``Run`` that the script makes."""
 
     channel: ControlChannel | None  # None: another launcher did, of whose ranks this is one
     call: ScriptCall
-    loops: list[Loop] = field(default_factory=list)  # over the steps: one at most
+    loops: list[Any] = field(default_factory=list)  # ``RunLoop``: one at most
 
 
 _started: dict[int, Started] = {}  # by process: a child that is forked has its parent's memory

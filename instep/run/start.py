@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from instep.elastic.faults import parse_all
 from instep.elastic.supervise import SuperviseOptions, supervise
 from instep.launch.launch_environment import detect
 from instep.launch.output import outlive_output
-from instep.run import folder
-from instep.run.claim import FaultLog, Wanted, how_to_go_on, say
+from instep.record.directory import FAULTS
+from instep.record.jsonl import EVENTS, JsonLines
+from instep.run.folder import Claimed, claim, how_to_go_on, say
 from instep.run.script import ScriptCall, execute_here, work
 from instep.run.settings import RunConfig
-from instep.run.writer import require_readable
 
 
 def launch_script(call: ScriptCall, config: RunConfig) -> int:
@@ -65,7 +65,7 @@ class _Admission:
         self.path: Path | None = None
         self._call, self._stack = call, stack
         self._wanted: str | None = None
-        self._claimed: folder.Claimed | None = None
+        self._claimed: Claimed | None = None
         self._log: FaultLog | None = None
         self._events: list[dict[str, Any]] = []  # of before there is a folder
 
@@ -73,7 +73,7 @@ class _Admission:
         """What every process is told: the folder.
 
         Raises:
-            ValueError: scripts of one run name different ones, or as ``folder.claim``.
+            ValueError: scripts of one run name different ones, or as ``claim``.
         """
         wanted = message["run_dir"]
         if self.path is not None:
@@ -91,7 +91,7 @@ class _Admission:
         self._wanted = wanted
         run_dir = None if wanted is None else Path(wanted)
         try:
-            claimed = folder.claim(Wanted(run_dir, message["resume"]), say)
+            claimed = claim(run_dir, message["resume"])
         except ValueError as error:
             misplaced = [word for word in ("--resume", "--run-dir") if word in self._call.arguments]
             if not misplaced:
@@ -101,7 +101,6 @@ class _Admission:
         self.path = self._claimed.path
         if self._call.main is None:  # else no process goes to another directory meanwhile
             self.path = self.path.absolute()
-        require_readable(self.path)
         self._log = FaultLog(self.path)
         self._stack.callback(self._log.close)
         for event in self._events:
@@ -121,3 +120,22 @@ class _Admission:
             say("the script never iterated run.steps(): every process ran independently")
         else:
             self._claimed.require_in_place()
+
+
+class FaultLog:
+    """``faults.jsonl``, made when there is something to write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / FAULTS
+        self._lines: JsonLines | None = None
+
+    def note(self, event: dict[str, object]) -> None:
+        """Write ``event`` down."""
+        with suppress(OSError, ValueError):  # nothing ends a run for want of the tale of its faults
+            self._lines = self._lines or JsonLines(self._path, before_step=0, shape=EVENTS)
+            self._lines.write(**event)
+
+    def close(self) -> None:
+        """Flush to disk."""
+        if self._lines is not None:
+            self._lines.close()

@@ -19,19 +19,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from instep.checkpoint.manifest import Scalar
 
-# What others call settings, where the letters are too far apart to tell.
-USUAL = {
-    "batch_size": "batch.global_size",
-    "block_size": "model.context",
-    "epochs": "steps",
-    "gradient_clipping": "optim.clip",
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "n_embd": "model.width",
-    "num_processes": "ranks",
-    "output_dir": "run_dir",
-}
-
 T = TypeVar("T")
 
 
@@ -161,8 +148,7 @@ def _merge(topic: Any, table: Mapping[str, Any], prefix: str, names: list[str]) 
     for key, value in table.items():
         name = f"{prefix}{key}"
         if key not in hints:
-            usual = [USUAL[key]] if USUAL.get(key) in names else []
-            close = usual or difflib.get_close_matches(name, [*hints, *names], n=1)
+            close = difflib.get_close_matches(name, [*hints, *names], n=1)
             raise ValueError(f"unknown key {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
         current = getattr(topic, key)
         if not is_dataclass(current):

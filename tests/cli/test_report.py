@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from instep.cli.exit_codes import DONE, USAGE
-from instep.cli.report import ReportOptions, main, parse
+from instep.cli.report import main
 from instep.record import report_data
 from instep.record.directory import CONFIG
 from instep.timeline.trace_files import FOLDER
@@ -31,11 +31,12 @@ def files(path: Path) -> set[str]:
     return {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
 
 
-def test_flags_become_options():
-    assert parse(["r"]) == ReportOptions(run_dir=Path("r"))
-    assert parse(["r", "--out", "o", "--steps", "3", "5", "--trace-steps", "0"]) == ReportOptions(
-        run_dir=Path("r"), out=Path("o"), steps=(3, 5), trace_steps=0
-    )
+def test_flags_become_options(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(report_data, "write_report", lambda *options: asked.append(options) or [])
+    assert main([str(tmp_path)]) == DONE
+    assert main([str(tmp_path), "--out", "o", "--steps", "3", "5", "--trace-steps", "0"]) == DONE
+    assert asked == [(tmp_path, None, (), 20), (tmp_path, Path("o"), (3, 5), 0)]
 
 
 @pytest.mark.parametrize("words", ["", "r --stesp 3", "r --steps three", "r s"])

@@ -65,14 +65,6 @@ def test_recipes_are_valid(recipe):
             "parallel.nodes: expected one of float32, bfloat16, int8, got 'fp8'",
         ),
         (
-            {"parallel": {"rounding": "stochastic"}},
-            "parallel.rounding stochastic with parallel.nodes float32",
-        ),
-        (
-            {"parallel": {"nodes": "int8", "ordered": False}},
-            "parallel.nodes int8 with parallel.ordered false, where the backend adds",
-        ),
-        (
             {"parallel": {"schedule": "2f2b"}},
             "parallel.schedule 2f2b: expected one of naive, .*, or the path of a text file.*No such file",
         ),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from instep.recipes.text_config import Config
 from instep.record.directory import RECORD
 from instep.record.display import Display
 from instep.record.jsonl import read_lines
 from instep.record.step_lines import steps_recorded
-from instep.run.generation import AfterSteps, Aside
+from instep.run.generation import AfterSteps
 from instep.run.writer import RunWriter
 from tests.parity import world_of_one
 from tests.run.text_training import TextTraining, tiny
@@ -22,8 +23,8 @@ def run(path: Path, config: Config) -> tuple[list[int], TextTraining]:
     training = mine.training
     books = RunWriter(path, training, min(steps_recorded(path), training.steps_done))
     books.started(0, [])
-    aside = Aside(save=lambda: saved.append(training.steps_done))
-    after = AfterSteps(training, books, Display(1, config.steps), aside)
+    checkpoints = mock.Mock(save=lambda training: saved.append(training.steps_done))
+    after = AfterSteps(training, books, Display(1, config.steps), checkpoints)
     after.begin(is_saved=False)
     while after.ending is None:
         mine.step()

@@ -12,8 +12,7 @@ from instep.launch.launch_environment import LaunchEnvironment
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
 from instep.run import folder
-from instep.run.claim import Wanted, claim_together
-from instep.run.folder import MADE_UP, RUNS
+from instep.run.folder import MADE_UP, RUNS, claim_together
 from tests.world import world
 
 HERE, THERE = "0123456789abcdef", "fedcba9876543210"  # two hosts' agents of one torchrun
@@ -27,7 +26,7 @@ def claim(run_dir: Path | None, place: LaunchEnvironment, group: Group) -> tuple
     """As a run does that has ended by its return."""
     held: list[folder.Claimed] = []
     try:
-        return claim_together(Wanted(run_dir, resume=False), place, group, held.append)
+        return claim_together(run_dir, False, place, group, held.append)
     finally:
         for claimed in held:
             claimed.unlock()

@@ -20,7 +20,7 @@ from instep.recipes.text_config import Config, merge
 from instep.record.directory import CONFIG, SUMMARY, WORKERS
 from instep.regular_files import try_lock
 from instep.run import folder
-from instep.run.folder import LOCK, begin, claim, end
+from instep.run.folder import LOCK, Claimed, begin, end
 from instep.run.toml import load_toml, to_toml
 
 
@@ -35,9 +35,13 @@ def a_run(path: Path, *workers: Peer) -> Path:
     return path
 
 
+def claim(config: Config) -> Claimed:
+    return folder.claim(config.run_dir, config.resume)
+
+
 def claimed(config: Config) -> Path:
     """Where it may be, after a command that has claimed it and ended."""
-    with claim(config, print) as held:
+    with claim(config) as held:
         return held.path
 
 
@@ -55,7 +59,7 @@ def another_process() -> Iterator[int]:
 
 def test_a_new_directory_is_made_with_those_above_it(tmp_path):
     path = tmp_path / "runs" / "a"
-    with claim(config(path), print) as held:
+    with claim(config(path)) as held:
         assert held.path == path
         assert [file.name for file in path.iterdir()] == [LOCK]
 
@@ -67,7 +71,7 @@ def test_an_empty_directory_is_taken(tmp_path):
 def test_without_a_name_every_run_has_a_new_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder.time, "strftime", lambda _: "train-now")
-    with claim(config(None), print) as a, claim(config(None), print) as b, claim(config(None), print) as c:
+    with claim(config(None)) as a, claim(config(None)) as b, claim(config(None)) as c:
         paths = [held.path for held in (a, b, c)]
     assert paths == [Path("runs", name) for name in ("train-now", "train-now-2", "train-now-3")]
 
@@ -86,7 +90,7 @@ def test_a_directory_that_holds_something_is_refused_and_left_as_it_was(tmp_path
 def test_a_run_is_resumed_in_the_directory_that_it_has(tmp_path):
     path = a_run(tmp_path / "a")
     before = tree(path)
-    with claim(config(path, resume=True), print) as held:
+    with claim(config(path, resume=True)) as held:
         (path / LOCK).rename(tmp_path / LOCK)
         assert held.path == path and tree(path) == before
 
@@ -180,7 +184,7 @@ def test_a_run_s_config_and_workers_are_on_disk_while_it_goes_on(tmp_path):
 
 
 def test_a_run_that_never_began_leaves_no_directory(tmp_path):
-    with claim(config(tmp_path / "a"), print) as held:
+    with claim(config(tmp_path / "a")) as held:
         assert held.path.exists()
     assert not held.path.exists()
 
@@ -194,7 +198,7 @@ def test_no_figure_of_an_earlier_part_stays(tmp_path):
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_directory_that_another_command_works_in_is_refused_with_its_process_and_host(tmp_path, resume):
     path = tmp_path / "a"
-    with claim(config(path), print):
+    with claim(config(path)):
         begin(path, to_toml(config(path)), [])
         before = tree(path)
         here = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -236,20 +240,21 @@ def test_a_lock_that_was_released_between_opening_and_locking_it_is_taken_anew(t
         return try_lock(fd)
 
     monkeypatch.setattr(folder, "try_lock", released_meanwhile)
-    with claim(config(tmp_path), print):
+    with claim(config(tmp_path)):
         assert (tmp_path / LOCK).exists() and len(gone) == 2
 
 
 def test_without_locks_one_is_told_and_a_holder_that_can_be_seen_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "try_lock", lambda fd: None)
     said: list[str] = []
-    with claim(config(tmp_path), said.append):
+    monkeypatch.setattr(folder, "say", said.append)
+    with claim(config(tmp_path)):
         assert said == [
             f"{tmp_path}: this file system has no locks: do not start another command in this directory "
             "meanwhile"
         ]
         with pytest.raises(ValueError, match=f"directory in use by pid {os.getpid()}"):
-            claim(config(tmp_path), said.append)
+            claim(config(tmp_path))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/passwd")])
@@ -261,7 +266,7 @@ def test_what_lies_in_the_place_of_the_lock_and_is_no_file_is_named(tmp_path, ma
 
 def test_a_directory_that_was_removed_or_replaced_is_noticed_and_left_alone(tmp_path):
     path = tmp_path / "a"
-    with claim(config(path), print) as held:
+    with claim(config(path)) as held:
         held.require_in_place()
         path.rename(tmp_path / "b")
         with pytest.raises(OSError, match="removed or replaced while it was in use"):
@@ -275,7 +280,7 @@ def test_a_directory_that_was_removed_or_replaced_is_noticed_and_left_alone(tmp_
 def test_a_link_to_a_directory_is_claimed_and_one_to_nothing_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    with claim(config(tmp_path / "link"), print) as held:
+    with claim(config(tmp_path / "link")) as held:
         assert held.path == tmp_path / "link" and (tmp_path / "disk" / LOCK).exists()
         with pytest.raises(ValueError, match="directory in use by"):
             claimed(config(tmp_path / "disk"))
@@ -290,5 +295,5 @@ def test_a_directory_that_cannot_be_opened_or_locked_leaves_no_descriptor(tmp_pa
         with monkeypatch.context() as patched:
             patched.setattr(folder if name == "_lock" else os, name, lambda *args, **options: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                folder.Claimed(tmp_path, print)
+                Claimed(tmp_path)
     assert os.listdir("/proc/self/fd") == before

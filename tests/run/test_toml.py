@@ -78,7 +78,6 @@ def test_a_setting_that_follows_a_topic_does_not_become_one_of_the_topic():
     [
         ("[model]\nlayer = 3", "unknown key 'model.layer': did you mean 'model.layers'?"),
         ("[modle]\nlayers = 3", "unknown key 'modle': did you mean 'model'?"),
-        ("[optim]\nlearning_rate = 3", "unknown key 'optim.learning_rate': did you mean 'optim.lr'?"),
         ("layers = 3", "unknown key 'layers': did you mean 'model.layers'?"),
         ("zzz = 3", "unknown key 'zzz'"),
         ("model = 3", "model: expected a table, got int 3"),
