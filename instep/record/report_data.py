@@ -181,8 +181,10 @@ def _timeline(tapes: RunTraces, chosen: Sequence[tuple[int, str]], notes: list[s
         if shown and size > room:
             notes.append(f"the page's timeline has no room for step {step}") if why == "asked for" else None
             continue
-        if size > room:
-            ranks = _cut(ranks, step, room, notes)
+        while len(ranks) > 1 and sum(map(_size, ranks.values())) > room:
+            ranks.popitem()
+        if len(ranks) < (num_ranks := len(tapes.ranks(step))):
+            notes.append(f"step {step}: the page shows the first {len(ranks)} of {num_ranks} ranks")
         shown.append({"step": step, "why": why, **_step(tapes, step, ranks, lanes, names)})
         room -= size
     return {
@@ -202,27 +204,6 @@ def _shown(tapes: RunTraces, step: int) -> dict[int, Shown]:
 
 def _size(seen: Shown) -> int:
     return len(seen[0]) + len(seen[1])
-
-
-def _cut(ranks: dict[int, Shown], step: int, room: int, notes: list[str]) -> dict[int, Shown]:
-    """The first ranks that there is room for; of a single one, what takes longest."""
-    kept: dict[int, Shown] = {}
-    for rank, seen in ranks.items():
-        if kept and _size(seen) > room:
-            break
-        if _size(seen) > room:
-            notes.append(
-                f"step {step} of rank {rank} has more events than the page can show: the longest are shown"
-            )
-            half = room // 2
-            events = sorted(seen[0], key=lambda event: event.start_ns - event.end_ns)[:half]
-            found = sorted(seen[1], key=lambda bubble: bubble.start_ns - bubble.end_ns)[:half]
-            seen = sorted(events, key=lambda event: event.start_ns), found
-        kept[rank] = seen
-        room -= _size(seen)
-    if len(kept) < len(ranks):
-        notes.append(f"step {step}: the page shows the first {len(kept)} of {len(ranks)} ranks")
-    return kept
 
 
 def _step(

@@ -381,41 +381,44 @@ class RunLoop(Iterator[RunStep]):
             self._generation.checkpoints.watch()
             self.work.begin(self.replay.begin())
         except BaseException as error:  # a block that was not entered is not left either
-            self.work.abandon()
+            self.work.close_step()
             self._give_up(error)
             raise
 
     def leave(self, error: BaseException | None) -> bool:
         """It ends, or has raised ``error``; whether that is taken care of."""
-        if error is not None:
-            self.work.abandon()
-            if not isinstance(error, RuntimeError) or self._member is None:
-                self._give_up(error)
-                return False
+        raised = error
+        if raised is None:
             try:
-                self._part(error)
-            except RuntimeError as raised:
-                if raised is not error:
-                    raise
-                return False
-            return True
-        assert self._generation is not None
-        try:
-            if self.work.closed(self.replay.end):
+                self._end_step()
                 return True
-            self._generation.after.made(self.work.end())
-        except RuntimeError as lost:
-            self.work.abandon()
-            self._part(lost)
-            return True
-        except BaseException as raised:
-            self.work.abandon()
+            except BaseException as late:
+                raised = late
+        self.work.close_step()
+        if isinstance(raised, RuntimeError) and self._member is not None:
+            try:
+                self._part(raised)
+                return True
+            except RuntimeError as again:
+                if again is not raised:
+                    raise
+        else:
             self._give_up(raised)
-            raise
+        if error is None:
+            raise raised
+        return False
+
+    def _end_step(self) -> None:
+        """Collective; a step that is to be made again is not counted."""
+        assert self._generation is not None
+        self.work.close_step()
+        self.training.rank_state.holds = self.work.held
+        if self.replay.end():
+            return
+        self._generation.after.made(self.work.end())
         self._made = True
         self.training.agreed()
         self.work.phases.own()
-        return True
 
     def _give_up(self, error: BaseException) -> None:
         """The loop is left by an error; in a notebook another one may follow."""

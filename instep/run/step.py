@@ -6,7 +6,6 @@ end        ranks tell each other what each wishes, and how long it took; the ste
 
 A step that is not to be applied goes to its end like any other: its optimizers find no gradients and change
 nothing, while the script's schedules and averages go on. Nothing is raised that a script could catch.
-abandon    it has raised
 recover    of a lost rank: if no tensor was touched, the state is what it was, and may be given to others
 """
 
@@ -118,7 +117,7 @@ class StepWork:
         self._is_open = False
         self._watching = ExitStack()
         self.hashes: dict[str, GradientHashes] = {}  # of the last step that was watched, by reduction
-        self._step_begun, self._mark, self._holds = -1, object(), Holds.INITIAL
+        self._step_begun, self._mark, self.held = -1, object(), Holds.INITIAL
         self._modes: list[str] = []
         self._logged: dict[str, float] = {}
         self._norms: list[float] = []  # of each update
@@ -172,7 +171,7 @@ class StepWork:
             self._began = time.monotonic()
             self._logged, self._norms, self._judged, self._skipped = {}, [], False, ""
             self._num_updates = training.registered.num_updates.total()
-            self._holds = training.rank_state.holds
+            self.held = training.rank_state.holds
             if self.recovers:
                 self._step_begun, self._modes = training.steps_done, training.modes()
                 self._mark = self._state_mark()
@@ -181,12 +180,6 @@ class StepWork:
             self._token = clipping.set(self._clips)
         self._is_open = True
         self.phases.begin()
-
-    def closed(self, then: Callable[[], bool]) -> bool:
-        """The block of the step is over; what ``then`` answers."""
-        self._close()
-        self.training.rank_state.holds = self._holds
-        return then()
 
     def end(self) -> float:
         """The step is made, or was skipped: tell each other, and count it; its seconds. Collective."""
@@ -224,10 +217,6 @@ class StepWork:
         training.heartbeat.set_step(training.steps_done)
         return step_s
 
-    def abandon(self) -> None:
-        """The step has raised; nothing of it is counted."""
-        self._close()
-
     def recover(self) -> None:
         """A rank was lost: if no tensor of the state was touched, go back to what this rank had."""
         training = self.training
@@ -238,8 +227,9 @@ class StepWork:
         if self._state_mark() != self._mark:
             state.holds = Holds.NOTHING
 
-    def _close(self) -> None:
-        self._watching.close()  # of a step that could not begin, too
+    def close_step(self) -> None:
+        """The block of the step is over, or the step could not begin."""
+        self._watching.close()
         if self._is_open:
             clipping.reset(self._token)
             if self.training.config.record.leaves:

@@ -95,10 +95,9 @@ class TextTraining:
         work.begin({})
         try:
             self._make()
-        except BaseException:
-            work.abandon()
-            raise
-        work.closed(lambda: False)
+        finally:
+            work.close_step()
+        training.rank_state.holds = work.held
         work.end()
         training.agreed()
         assert training.last is not None
