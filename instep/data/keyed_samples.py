@@ -105,17 +105,34 @@ class KeyedSamples:
         """What is made of the samples of ``task``; None if they are not wanted any more."""
         if task.position < 0 or task.turn != self.shared[0]:
             return None
-        places = self.deal.places(task.position, task.micro_batch)
+        places = said = self.deal.places(task.position, task.micro_batch)
+        at_once = getattr(self.dataset, "__getitems__", None)
+        samples: list[Any] = []
         with self._keyed() as generators:
-            samples = self._read(task.turn, places, () if self._is_plain else generators)
-            if samples is None:
-                return None
-            self._key(generators, *places[0], "collate")
+            own = () if self._is_plain else generators
             try:
+                if at_once is not None:
+                    self._tell(places[0].sample)
+                    self._key(own, *places[0])
+                    samples = list(at_once([place.sample for place in places]))
+                for place in places if at_once is None else ():
+                    if task.turn != self.shared[0]:
+                        return None
+                    said = [place]
+                    samples.append(self._sample(place, own))
+                said = places
+                self._key(generators, *places[0], "collate")
                 return self._collated(samples)
             except Exception as error:
-                _name(error, self.dataset, places)
+                _name(error, self.dataset, said)
                 raise
+
+    def _sample(self, place: Place, generators: Sequence[KeyedGenerator]) -> Any:
+        self._tell(place.sample)
+        if isinstance(self.dataset, Shards):  # which keys what it reads past, too
+            return self.dataset.read(*place, partial(self._key, generators, place.epoch))
+        self._key(generators, *place)
+        return self.dataset[place.sample]
 
     def _collated(self, samples: list[Any]) -> Any:
         if get_worker_info() is None:
@@ -136,33 +153,6 @@ class KeyedSamples:
             if out is not None:
                 return torch.stack(list(batch), out=out)
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-
-    def _read(
-        self, turn: int, places: Sequence[Place], generators: Sequence[KeyedGenerator]
-    ) -> list[Any] | None:
-        """The samples at ``places``; None if they are not wanted any more."""
-        at_once = getattr(self.dataset, "__getitems__", None)
-        samples, said = [], places
-        try:
-            if at_once is not None:
-                self._tell(places[0].sample)
-                self._key(generators, *places[0])
-                return list(at_once([place.sample for place in places]))
-            for place in places:
-                if turn != self.shared[0]:
-                    return None
-                said = [place]
-                self._tell(place.sample)
-                if isinstance(self.dataset, Shards):  # which keys what it reads past, too
-                    key = partial(self._key, generators, place.epoch)
-                    samples.append(self.dataset.read(place.epoch, place.sample, key))
-                else:
-                    self._key(generators, place.epoch, place.sample)
-                    samples.append(self.dataset[place.sample])
-        except Exception as error:
-            _name(error, self.dataset, said)
-            raise
-        return samples
 
     @contextmanager
     def _keyed(self) -> Iterator[list[KeyedGenerator]]:

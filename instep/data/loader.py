@@ -34,6 +34,7 @@ from torch.autograd import profiler
 from torch.multiprocessing import get_context
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data._utils import signal_handling
 
 from instep.data.keyed_samples import SHOWN, Deal, Failed, KeyedSamples, Task
 from instep.data.length_groups import LengthGroups
@@ -159,8 +160,11 @@ class Loader:
         self.weigh, self.timeout_s = weigh, timeout_s or SOONER * mesh_timeout_s
         self._position = 0
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
-        # The turn, and the sample that each worker process reads, in memory that these see, too.
-        self._shared = _in_shared_memory(multiprocessing_context, num_workers) if num_workers else [0]
+        self._shared: Any = [0]  # the turn, and the sample that each worker process reads
+        if num_workers:
+            context = multiprocessing_context
+            context = get_context(context) if isinstance(context, str | None) else context
+            self._shared = context.RawArray("q", [0, *[-1] * num_workers])
         collate = collate_fn or default_collate
         self._samples = KeyedSamples(
             dataset, self.deal, seed, collate, self._shared, prefetch_factor + NUM_HELD
@@ -322,10 +326,20 @@ class Loader:
             lost = ""
             if isinstance(error, RuntimeError) and str(error).startswith(LOST):
                 lost = self._lost(own[k], str(error))
+                self._kill_stuck()
             self.close()  # what comes next from it is not known
             if lost:
                 raise RuntimeError(lost) from None
             raise
+
+    def _kill_stuck(self) -> None:
+        """End the worker processes that are in a sample: torch would wait for each of them for seconds."""
+        stream: Any = self._stream
+        signal_handling._remove_worker_pids(id(stream))  # else it would raise again, for those
+        stream._worker_pids_set = False
+        for i, worker in enumerate(stream._workers):
+            if self._shared[1 + i] >= 0:
+                worker.kill()
 
     def _wait_for(self, stream: Iterator[Any]) -> Any:
         """The next of ``stream``; torch looks for dead workers only when it gives up waiting."""
@@ -379,12 +393,6 @@ class Loader:
 
     def __getstate__(self) -> Any:
         raise TypeError("an instep.Loader holds processes and cannot be copied or pickled: use state_dict()")
-
-
-def _in_shared_memory(context: Any, num_workers: int) -> Any:
-    """0, and a -1 for each worker process that ``context`` or the one of that name starts."""
-    found = get_context(context) if isinstance(context, str | None) else context
-    return found.RawArray("q", [0, *[-1] * num_workers])
 
 
 def _end_workers(stream: Any) -> None:

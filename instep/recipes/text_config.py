@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from instep.checkpoint.manifest import Scalar
 from instep.models.config import GPTConfig, preset
 from instep.pipeline import schedules
-from instep.pipeline.cuts import BY, edges_at
+from instep.pipeline.cuts import BY
 from instep.run import toml
 from instep.run.settings import CheckpointConfig, Count, MeshConfig, Positive, RunConfig
 from instep.run.toml import ABOVE_0, BELOW_1, FROM_0, UP_TO_1, scalars
@@ -217,10 +217,10 @@ def _check(config: Config) -> None:
 
 
 def _check_pipeline(config: Config) -> None:
-    """Raise ``ValueError`` for settings that a pipeline does not go with."""
-    parallel, given = config.parallel, config.parallel.numbered_cuts
+    """Raise ``ValueError`` for settings that a pipeline does not go with, but for what it says itself."""
+    parallel = config.parallel
+    schedule_of(parallel)
     if parallel.pp == 1:
-        schedule_of(parallel)
         for name in ("schedule", "chunks", "cuts"):
             if (value := getattr(parallel, name)) != getattr(ParallelConfig, name):
                 raise ValueError(
@@ -240,15 +240,6 @@ def _check_pipeline(config: Config) -> None:
             "weights and gradients; set parallel.shard_stage 1, which divides the optimizer's state among "
             "them, or parallel.pp 1"
         )
-    num_stages = _num_stages(parallel)
-    if num_stages > config.model.layers + 2:
-        raise ValueError(
-            f"{named} and parallel.schedule {parallel.schedule} make {num_stages} stages of a model that has "
-            f"{config.model.layers + 2} layers (embedding, {config.model.layers} blocks, output): set a "
-            "smaller parallel.pp or more model.layers"
-        )
-    if isinstance(given, list):
-        edges_at(given, config.model.layers + 2, num_stages, f"parallel.cuts {parallel.cuts}")
 
 
 def schedule_of(parallel: ParallelConfig) -> str:
@@ -266,22 +257,6 @@ def schedule_of(parallel: ParallelConfig) -> str:
             f"parallel.schedule {parallel.schedule}: expected one of {', '.join(schedules.NAMES)}, or the "
             f"path of a text file with one of your own ({error})"
         ) from None
-
-
-def _num_stages(parallel: ParallelConfig) -> int:
-    """Of a pipeline; ValueError if its schedule is none."""
-    given, chunks = schedule_of(parallel), parallel.chunks or None
-    try:
-        own = schedules.own(given, chunks)
-        found = own or schedules.generate(given, parallel.pp, 2 * parallel.pp, chunks)
-    except ValueError as error:
-        raise ValueError(f"parallel.schedule {parallel.schedule}: {error}") from None
-    if found.num_ranks != parallel.pp:
-        raise ValueError(
-            f"parallel.pp {parallel.pp} with parallel.schedule {parallel.schedule}, which is of "
-            f"{found.num_ranks} ranks: set parallel.pp {found.num_ranks}, or another schedule"
-        )
-    return found.num_stages
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:

@@ -76,24 +76,14 @@ class Made:
         return cls(**{**numbers_of(fields), "logged": numbers_of(fields["logged"])})
 
 
-def started(
-    step: int,
-    layout: Fields,
-    *,
-    restarts: int,
-    fingerprint: str,
-    numerical: Mapping[str, Any],
-    state: StateDigests | None = None,
-    generation: int = 1,
-) -> Fields:
+def started(step: int, layout: Fields, *, state: StateDigests | None = None, **fields: Any) -> Fields:
     """The line of a run that begins, or goes on, with ``step``, from ``state``.
 
-    ``layout`` has the fields of ``LAYOUT``; ``generation`` counts the groups of ranks since the command was
-    given.
+    ``layout`` has the fields of ``LAYOUT``; ``fields`` are the contract's ``fingerprint`` and ``numerical``, how
+    many ``restarts`` there were before, and the ``generation``, which counts the groups of ranks since the
+    command was given.
     """
-    contract = {"fingerprint": fingerprint, "numerical": dict(numerical)}
-    counts = {"restarts": restarts, "generation": generation}
-    return {"event": STARTED, "step": step, **counts, **layout, **contract, **_state_fields(state)}
+    return {"event": STARTED, "step": step, **fields, **layout, **_state_fields(state)}
 
 
 def accepted(step: int, differences: Sequence[str]) -> Fields:

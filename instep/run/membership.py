@@ -131,7 +131,7 @@ def require_contract(contract: dict[str, Any], own: int, number: int, path: Path
 
     Where they were told, when it has a seat, all of them would raise.
     """
-    if number == 0 or own in (0, number):
+    if number in (0, own):
         return
     lines: list[str] = []
     with suppress(OSError, ValueError):  # for words alone

@@ -66,8 +66,7 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     config, mesh, registered = training.config, training.mesh, training.registered
     ranks = f"{counted(mesh.world_size, 'rank')} of {mesh.device.type}"
     axes = dict(zip(mesh.axes.names, mesh.axes.sizes, strict=True))
-    size, found = mesh.world_size, axes.get("shard", 1)
-    lines = []
+    found, lines = axes.get("shard", 1), []
     if is_first:
         num = sum(shape_of(p).numel() for p in training.module.parameters())
         name = getattr(getattr(_loader(registered), "dataset", None), "name", None)
@@ -81,16 +80,13 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     shares = _shares(training)
     if config.batch.global_size and shares:
         lines.append(global_batch(config.batch, shares, axes.get("pp", 1)))
+    no_multiple = f"{counted(mesh.world_size, 'rank')} are no multiple of the"
     if config.parallel.shard_stage and shard not in (-1, 1, found):
         lines.append(
-            f"{counted(size, 'rank')} are no multiple of the shard group of {shard}: the state is divided "
-            f"among {found}, with the same bits"
+            f"{no_multiple} shard group of {shard}: the state is divided among {found}, with the same bits"
         )
     if pp not in (-1, 1, axes.get("pp", 1)):
-        lines.append(
-            f"{counted(size, 'rank')} are no multiple of a pipeline of {pp}: pipelines have {axes['pp']} "
-            "ranks, with the same bits"
-        )
+        lines.append(f"{no_multiple} pipeline of {pp}: pipelines have {axes['pp']} ranks, with the same bits")
     return lines
 
 

@@ -190,10 +190,7 @@ def what_differs(
             ranks=odd.ranks,
             parameters=odd.names,
         )
-    where: dict[str, list[int]] = {}
-    for rank, names in changed.items():
-        where.setdefault(names[0], []).append(rank)
-    states = [f"{ranks_listed(tuple(ranks))}: {name!r} after the step" for name, ranks in where.items()]
+    states = [f"rank {rank}: {names[0]!r} after the step" for rank, names in changed.items()]
     lines = _shown(doubts, _unsteady) + _listed(states)
     alone = _alone(doubts)
     broken = (
@@ -235,12 +232,10 @@ def _unsteady(doubt: Doubt) -> str:
     """What came out otherwise, where it may not be the rank."""
     first, *others = (gradients for _, gradients in doubt.opinions)
     name = next(name for name, its in first.items() if any(x.get(name) != its for x in others))
-    if len(doubt.opinions) == 2:
-        by = " and then ".join(f"rank {rank}" for rank, _ in doubt.opinions)
-        return f"by {by}: the gradient of {name!r}"
     values = len({gradients.get(name) for _, gradients in doubt.opinions})
     times = len(doubt.opinions)
-    return f"computed {times} times, by {_asked(doubt)}: {values} different gradients of {name!r}"
+    often = "twice" if times == 2 else f"{times} times"
+    return f"computed {often}, by {_asked(doubt)}: {values} different gradients of {name!r}"
 
 
 def _asked(doubt: Doubt) -> str:
@@ -260,24 +255,14 @@ def _alone(doubts: Sequence[Doubt]) -> int | None:
 
 
 def _shown(doubts: Sequence[Doubt], said: Callable[[Doubt], str]) -> str:
-    """What is ``said`` of each, a line for all of which the same is."""
-    alike: dict[str, list[str]] = {}
-    for doubt in doubts:
-        alike.setdefault(said(doubt), []).append(
-            f"rank {doubt.opinions[0].rank}'s own data"
-            if doubt.micro_batch is None
-            else str(doubt.micro_batch)
-        )
-    return _listed([f"{_numbered(numbers)}, {words}" for words, numbers in alike.items()])
+    """What is ``said`` of each, a line for each."""
+    return _listed([f"{_named(doubt)}, {said(doubt)}" for doubt in doubts])
 
 
-def _numbered(names: Sequence[str]) -> str:
-    *first, last = names
-    if not last.isdigit() or not first:
-        return f"micro-batch {last}" if last.isdigit() else last
-    if len(names) > SHOWN:
-        return f"micro-batches {', '.join(names[:SHOWN])} and {len(names) - SHOWN} more"
-    return f"micro-batches {', '.join(first)} and {last}"
+def _named(doubt: Doubt) -> str:
+    if doubt.micro_batch is None:
+        return f"rank {doubt.opinions[0].rank}'s own data"
+    return f"micro-batch {doubt.micro_batch}"
 
 
 def _listed(lines: Sequence[str]) -> str:

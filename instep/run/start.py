@@ -66,8 +66,8 @@ class _Admission:
         self._call, self._stack = call, stack
         self._wanted: str | None = None
         self._claimed: Claimed | None = None
-        self._log: FaultLog | None = None
-        self._events: list[dict[str, Any]] = []  # of before there is a folder
+        self._events: list[dict[str, Any]] = []  # that are not written yet
+        self._lines: JsonLines | None = None  # of ``faults.jsonl``, made when there is something to write
 
     def admit(self, message: dict[str, Any]) -> str:
         """What every process is told: the folder.
@@ -101,18 +101,23 @@ class _Admission:
         self.path = self._claimed.path
         if self._call.main is None:  # else no process goes to another directory meanwhile
             self.path = self.path.absolute()
-        self._log = FaultLog(self.path)
-        self._stack.callback(self._log.close)
-        for event in self._events:
-            self._log.note(event)
+        self._write()
         return str(self.path)
 
     def note(self, event: dict[str, Any]) -> None:
         """Write down what went wrong, and how it went on."""
-        if self._log is None:
-            self._events.append(event)
-        else:
-            self._log.note(event)
+        self._events.append(event)
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is None or not self._events:
+            return
+        with suppress(OSError, ValueError):  # nothing ends a run for want of the tale of its faults
+            if self._lines is None:
+                self._lines = JsonLines(self.path / FAULTS, before_step=0, shape=EVENTS)
+                self._stack.callback(self._lines.close)
+            while self._events:
+                self._lines.write(**self._events.pop(0))
 
     def require_in_place(self) -> None:
         """OSError if the folder was removed meanwhile."""
@@ -120,22 +125,3 @@ class _Admission:
             say("the script never iterated run.steps(): every process ran independently")
         else:
             self._claimed.require_in_place()
-
-
-class FaultLog:
-    """``faults.jsonl``, made when there is something to write."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path / FAULTS
-        self._lines: JsonLines | None = None
-
-    def note(self, event: dict[str, object]) -> None:
-        """Write ``event`` down."""
-        with suppress(OSError, ValueError):  # nothing ends a run for want of the tale of its faults
-            self._lines = self._lines or JsonLines(self._path, before_step=0, shape=EVENTS)
-            self._lines.write(**event)
-
-    def close(self) -> None:
-        """Flush to disk."""
-        if self._lines is not None:
-            self._lines.close()

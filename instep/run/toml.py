@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from numbers import Integral, Real
@@ -65,18 +65,14 @@ def check(config: Any) -> None:
                     raise ValueError(f"{name}: expected {wanted.words}, got {number}")
 
 
-def scalars(topic: Any, without: Collection[str] = ()) -> dict[str, Scalar]:
-    """Every setting below ``topic`` by its dotted name, but for those ``without``.
-
-    Of a tuple each item, and a path as its words.
+def scalars(topic: Any) -> dict[str, Scalar]:
+    """Every setting below ``topic`` by its dotted name; of a tuple each item, and a path as its words.
 
     Raises:
         ValueError: a setting is of a kind that TOML has no word for.
     """
     found: dict[str, Scalar] = {}
     for name, _, value in flatten(topic):
-        if name in without:
-            continue
         if isinstance(value, tuple | list):
             found |= {f"{name}.{i}": scalar(name, item) for i, item in enumerate(value)}
         elif value is not None:
@@ -168,18 +164,15 @@ def _cast(name: str, value: Any, kind: Any) -> Any:
         return float(value)
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
-    if get_origin(kind) is tuple and type(value) in (list, tuple) and len(value) == len(_items(kind, value)):
-        return tuple(_cast(name, *pair) for pair in zip(value, _items(kind, value), strict=True))
+    if get_origin(kind) is tuple and type(value) in (list, tuple):
+        items = get_args(kind)
+        items = items[:1] * len(value) if items[-1] is Ellipsis else items
+        if len(items) == len(value):
+            return tuple(_cast(name, *pair) for pair in zip(value, items, strict=True))
     # By the exact type: to Python a bool is an int.
     if type(value) is not (str if get_origin(kind) is Literal else kind):
         raise ValueError(f"{name}: expected {_words(kind)}, got {type(value).__name__} {value!r}")
     return value
-
-
-def _items(kind: Any, value: list[Any]) -> tuple[Any, ...]:
-    """The type of each item of ``value`` as a ``kind``, ``tuple[X, Y]`` or ``tuple[X, ...]``."""
-    items = get_args(kind)
-    return items[:1] * len(value) if items[-1] is Ellipsis else items
 
 
 def _words(kind: Any) -> str:

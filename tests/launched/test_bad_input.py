@@ -256,3 +256,18 @@ def test_a_run_shares_its_directory_with_no_other_command_and_ends_when_it_is_re
     assert process.returncode == FAILED and out == "" and "Traceback" not in err
     assert re.search(r"failed: link\S*: removed or replaced while it was in use, .*: start again\n$", err)
     assert not (tmp_path / "disk").exists() and LOCK not in tree(tmp_path / "moved")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--parallel.chunks", 2), "1f1b has 1 stages per rank, got chunks=2: leave it out"),
+        (("--parallel.cuts", 9), "cuts=[9]: expected 1 of the layers 1 to 3, in order"),
+    ],
+)
+def test_what_a_pipeline_refuses_ends_in_one_line(
+    flags: tuple[object, ...], line: str, tmp_path: Path
+) -> None:
+    ended = instep("train", "-n", 2, "--parallel.pp", 2, *flags, cwd=tmp_path)
+    assert (ended.code, ended.err) == (USAGE, ended.err.splitlines()[0] + "\n"), ended.err
+    assert ended.err.startswith(f"instep train: error: {line}")

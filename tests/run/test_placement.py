@@ -52,7 +52,7 @@ def test_pipelines_that_ranks_cannot_be_cut_into_are_told(pp: int, num_lines: in
     said = introduction(cast(Any, training), Path(), shard=1, pp=pp, is_first=False)
     assert (
         said
-        == ["3 ranks are no multiple of a pipeline of 2: pipelines have 3 ranks, with the same bits"][
+        == ["3 ranks are no multiple of the pipeline of 2: pipelines have 3 ranks, with the same bits"][
             :num_lines
         ]
     )
