@@ -52,10 +52,10 @@ def are_siblings(left: Node, right: Node, num_leaves: int) -> bool:
 
 def roots(leaves: Iterable[int], num_leaves: int) -> list[Node]:
     """The maximal nodes whose leaves are all in ``leaves``, in ascending order."""
-    return [node for node, _ in _merge([(leaf, leaf + 1) for leaf in leaves], num_leaves)[0]]
+    return [node for node, _ in merge([(leaf, leaf + 1) for leaf in leaves], num_leaves)[0]]
 
 
-def _merge(nodes: Sequence[Node], num_leaves: int) -> tuple[list[tuple[Node, int]], list[Node], list[Node]]:
+def merge(nodes: Sequence[Node], num_leaves: int) -> tuple[list[tuple[Node, int]], list[Node], list[Node]]:
     """Push ``nodes`` on a stack in ascending order, merging siblings at the top.
 
     Returns the stack, of nodes with the index of their leftmost part, and each merge's indices and node.
@@ -119,7 +119,7 @@ def side_by_side(
 
 def sum_of(nodes: Sequence[Node], counts: Sequence[int], num_leaves: int) -> Sum:
     """The sum of roots that are the values of ``nodes``, which must cover all leaves once each."""
-    stack, adds, sums = _merge(nodes, num_leaves)
+    stack, adds, sums = merge(nodes, num_leaves)
     if [node for node, _ in stack] != [(0, num_leaves)]:
         raise ValueError(f"nodes {sorted(nodes)} do not cover the {num_leaves} leaves of the tree once each")
     return Sum(tuple(counts), tuple(adds), tuple(sums), stack[0][1])

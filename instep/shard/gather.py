@@ -156,7 +156,7 @@ class Gathers:
             self._recorder.span(PARAMETER_GATHER, lane="communication", num_bytes=size, bucket=unit.number),
             torch.no_grad(),
         ):
-            all_gather(self._group, unit.flat, name, unit.cast())
+            all_gather(self._group, unit.flat, name, unit.cast(unit.flat))
 
     def _follow(self) -> None:
         name = "what other ranks gather"

@@ -22,151 +22,86 @@ bucket is to replicas. Headers go to all ranks, in every round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from instep.events import Recorder
-from instep.memory import PIECE_BYTES, align_bytes, allocate
-from instep.native.library import core
+from instep.memory import align_bytes, allocate
 from instep.net.process_group import Group
 from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.reduce.exchange import OrderedAllReduce, mean_scale
 from instep.reduce.header import Header
-from instep.reduce.node_format import IN_FLOAT32, NodeFormat, Stretch
-from instep.reduce.tree import Node, Sum, plan_sum
+from instep.reduce.node_format import NodeFormat, Stretch
+from instep.reduce.tree import Node, plan_sum
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.transfer import all_to_all
 from instep.shard.unit import Unit
-from instep.state.homes import part_shape
 
 NUM_BUFFERS = 2  # for units on their way: one is filled while the other is read
 
 
-class Staging:
-    """Memory for ``buckets`` on their way, used in turns: buffer n, n + 1, n, ...
-
-    At construction, collective: the ranks show it to each other, if they can.
-    """
-
-    def __init__(self, buckets: Sequence[SlicedBucket], group: Group) -> None:
-        self.num_buffers = NUM_BUFFERS if group.size > 1 else 1
-        self._group = group
-        self._mine: dict[torch.device, list[Tensor]] = {}
-        self._shown: dict[torch.device, list[list[Tensor]] | None] = {}
-        for device in dict.fromkeys(bucket.device for bucket in buckets):
-            nbytes = max(bucket.nbytes for bucket in buckets if bucket.device == device)
-            segments = [
-                group.allocate(nbytes, align_bytes(device), device).tensor for _ in range(self.num_buffers)
-            ]
-            self._mine[device] = segments
-            shown = (
-                group.map_all(segments, "the exchange of staging memory") if group.size > 1 else [segments]
-            )
-            self._shown[device] = shown
-        self._parts: dict[tuple[int, int], Tensor] = {}
-        self._parts_by_rank: dict[tuple[int, int], list[Tensor]] = {}
-
-    @property
-    def segments(self) -> list[Tensor]:
-        """All of it, on this rank."""
-        return [x for own in self._mine.values() for x in own]
-
-    def buffer(self, number: int, bucket: SlicedBucket) -> Tensor:
-        """This rank's buffer ``number``, for one micro-batch of ``bucket``."""
-        key = number, bucket.index
-        if key not in self._parts:
-            self._parts[key] = _part(self._mine[bucket.device][number], bucket)
-        return self._parts[key]
-
-    def by_rank(self, number: int, bucket: SlicedBucket) -> list[Tensor] | None:
-        """Every rank's buffer ``number``, where this rank can reach them."""
-        shown = self._shown[bucket.device]
-        if shown is None:
-            return None
-        key = number, bucket.index
-        if key not in self._parts_by_rank:
-            self._parts_by_rank[key] = [_part(own[number], bucket) for own in shown]
-        return self._parts_by_rank[key]
-
-
-def _part(memory: Tensor, bucket: SlicedBucket) -> Tensor:
-    with torch.inference_mode(False):  # it is kept
-        return memory[: bucket.nbytes].view(bucket.dtype)
-
-
-@dataclass
 class SlicedBucket(Bundle):
     """The gradients of the parameters of one ``unit``, of which this rank keeps its slice.
 
     At construction: no memory. In a step: partial sums are ``kept``, ``num_kept`` of them now; the last one,
     number 0, becomes the reduced gradient, in the dtype of the weights in ``reduced``.
+
+    Micro-batches are sent from the buffers ``staged``, used in turns: n, n + 1, n, ... Where ranks can reach
+    into each other's memory, ``staged_by_rank[n]`` are every rank's buffers number n.
+
+    Args:
+        positions: of the unit's parameters, in the module.
     """
 
-    unit: Unit
-    value_dtype: torch.dtype
-    replicate_group: Group | None = None  # None where there is one shard group
-    nodes_format: NodeFormat = IN_FLOAT32
-    num_kept: int = field(default=0, init=False)
+    staged: list[Tensor]
+    staged_by_rank: list[list[Tensor]] | None
 
-    def __post_init__(self) -> None:
-        layout = self.unit.layout
-        self._factor = 2 if self.value_dtype.is_complex else 1
-        self.slice_length = layout.slice_length * self._factor
-        self.nodes = self.nodes_format.of_bucket(
-            self.stretches, self.slice_length, layout.num_ranks, self.dtype, self.device
-        )
-        self._across = None if self.replicate_group is None else self._make_across(self.replicate_group)
-        self._memory: list[Tensor] = []
-        self.kept: list[Tensor] = []
-        self._views: dict[int, list[Tensor]] = {}
-        held_at = {id(x.parameter): x for x in self.unit.held}
-        self._held = [held_at.get(id(p)) for p in self.unit.parameters]
-        self._pieces: list[Tensor] = []
-
-    @cached_property
-    def reduced(self) -> Tensor:
-        """The reduced gradient, (slice_length,)."""
-        real = self.value_dtype.to_real() if self.value_dtype.is_complex else self.value_dtype
-        kept = self.keep(0)
-        if real == self.dtype:
-            return kept
-        with torch.inference_mode(False):
-            return torch.zeros(self.slice_length, dtype=real, device=self.device)
-
-    @staticmethod
-    def of(
-        unit: Unit,
-        index: int,
-        positions: Sequence[int],
-        group: Group,
-        replicate_group: Group | None = None,
-        nodes: NodeFormat = IN_FLOAT32,
-    ) -> SlicedBucket:
-        """A bucket for ``unit``, whose parameters have these ``positions`` in the module."""
-        value_dtype = unit.dtype
-        factor = 2 if value_dtype.is_complex else 1
+    def __init__(
+        self, unit: Unit, index: int, positions: Sequence[int], ranks: ShardRanks, nodes: NodeFormat
+    ) -> None:
+        self._factor = factor = 2 if unit.dtype.is_complex else 1
         slots = [
             Slot(position, offset * factor, num_real(p), p.shape, p.dtype.is_complex)
             for position, offset, p in zip(positions, unit.layout.offsets, unit.whole, strict=True)
         ]
-        dtype = wire_dtype(value_dtype)
-        how = value_dtype, replicate_group, nodes
-        return SlicedBucket(index, slots, dtype, unit.device, group, unit, *how)
+        super().__init__(index, slots, wire_dtype(unit.dtype), unit.device, ranks.shard_group)
+        self.unit, self.num_kept = unit, 0
+        self.replicate_group = ranks.replicate_group  # None where there is one shard group
+        self.slice_length = unit.layout.slice_length * factor
+        self.first = self.group.rank * self.slice_length  # of this rank's slice, its first element
+        self.nodes = nodes.of_bucket(
+            self.stretches, self.slice_length, self.group.size, self.dtype, self.device
+        )
+        self._across = (
+            None if self.replicate_group is None else self._make_across(self.replicate_group, nodes)
+        )
+        self._memory: list[Tensor] = []
+        self.kept: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}
+
+    @cached_property
+    def reduced(self) -> Tensor:
+        """The reduced gradient, (slice_length,)."""
+        kept, dtype = self.keep(0), self.unit.dtype.to_real()
+        if dtype == self.dtype:
+            return kept
+        with torch.inference_mode(False):
+            return torch.zeros(self.slice_length, dtype=dtype, device=self.device)
+
+    @cached_property
+    def pieces(self) -> list[Tensor]:
+        """The reduced gradient of this rank's shard of each slot, in its dtype and shape."""
+        with torch.inference_mode(False):
+            own = self.reduced
+            return self.unit.shards_in(own if self._factor == 1 else torch.view_as_complex(own.view(-1, 2)))
 
     def begin_nodes(self, *key: int) -> None:
         super().begin_nodes(*key)
         if self._across is not None:
             self._across.begin_nodes(*key)
-
-    @property
-    def first(self) -> int:
-        """Of this rank's slice, its first element in the bucket."""
-        return self.group.rank * self.slice_length
 
     @property
     def num_elements(self) -> int:
@@ -175,26 +110,11 @@ class SlicedBucket(Bundle):
     def views(self, buffer: Tensor) -> list[Tensor]:
         address = buffer.data_ptr()
         if address not in self._views:
-            self._views[address] = [self._view(buffer, slot) for slot in self.slots]
+            flat = [buffer[slot.offset : slot.offset + slot.length] for slot in self.slots]
+            if self._factor == 2:
+                flat = [torch.view_as_complex(x.view(-1, 2)) for x in flat]
+            self._views[address] = [x.view(slot.shape) for x, slot in zip(flat, self.slots, strict=True)]
         return self._views[address]
-
-    def own(self, buffer: Tensor) -> Tensor:
-        """This rank's slice of a whole ``buffer``."""
-        return buffer[self.first : self.first + self.slice_length]
-
-    def pieces(self) -> list[Tensor]:
-        """The reduced gradient of this rank's shard of each slot, in its dtype and shape."""
-        if not self._pieces:
-            with torch.inference_mode(False):
-                layout = self.unit.layout
-                for held, offset, shape in zip(self._held, layout.offsets, self.unit.shapes, strict=True):
-                    first, last = (0, 0) if held is None else (held.first, held.last)
-                    at = 0 if held is None else offset + first - self.group.rank * layout.slice_length
-                    flat = self.reduced[at * self._factor : (at + last - first) * self._factor]
-                    if self._factor == 2:
-                        flat = torch.view_as_complex(flat.view(-1, 2))
-                    self._pieces.append(flat.view(part_shape(shape, 0) if held is None else held.held_shape))
-        return self._pieces
 
     def keep(self, number: int) -> Tensor:
         """Memory for partial sum ``number``."""
@@ -211,25 +131,16 @@ class SlicedBucket(Bundle):
         self._across.counter.roots = list(zip(nodes, self._memory, strict=False))
         return self._across
 
-    def _make_across(self, replicate_group: Group) -> Bucket:
+    def _make_across(self, replicate_group: Group, nodes: NodeFormat) -> Bucket:
         slot = Slot(0, 0, self.slice_length, torch.Size([self.slice_length]))
-        return Bucket(
-            self.index,
-            [slot],
-            self.dtype,
-            self.device,
-            replicate_group,
-            nodes_format=self.nodes_format,
-            parts=[part for x in self.stretches if (part := self._part_of(x)) is not None],
-        )
-
-    def _part_of(self, x: Stretch) -> Stretch | None:
-        """What of ``x`` is in this rank's slice, and where in it."""
-        begin = max(x.offset, self.first)
-        end = min(x.offset + x.length, self.first + self.slice_length)
-        if begin >= end:
-            return None
-        return Stretch(x.parameter, begin - self.first, end - begin, begin - x.offset)
+        parts = []  # of each parameter, what is in this rank's slice, and where in it
+        for x in self.stretches:
+            begin = max(x.offset, self.first)
+            end = min(x.offset + x.length, self.first + self.slice_length)
+            if begin < end:
+                parts.append(Stretch(x.parameter, begin - self.first, end - begin, begin - x.offset))
+        kind = self.dtype, self.device, replicate_group
+        return Bucket(self.index, [slot], *kind, nodes_format=nodes, parts=parts)
 
     def _allocate(self) -> Tensor:
         """Memory for a slice, of which some more is needed where it is cut for the exchange of replicas."""
@@ -242,34 +153,34 @@ class SlicedBucket(Bundle):
             return self._across.home
         return segment.elements(self.dtype).zero_()
 
-    def _view(self, buffer: Tensor, slot: Slot) -> Tensor:
-        flat = buffer[slot.offset : slot.offset + slot.length]
-        if slot.is_complex:
-            flat = torch.view_as_complex(flat.view(-1, 2))
-        return flat.view(slot.shape)
+
+def allocate_staging(buckets: Sequence[SlicedBucket], group: Group, num_buffers: int) -> list[Tensor]:
+    """Give ``buckets``, which share it, memory for their way. Collective: ranks show it to each other.
+
+    Returns all of it, on this rank.
+    """
+    memory: list[Tensor] = []
+    for device in dict.fromkeys(bucket.device for bucket in buckets):
+        own = [bucket for bucket in buckets if bucket.device == device]
+        nbytes, align = max(bucket.nbytes for bucket in own), align_bytes(device)
+        segments = [group.allocate(nbytes, align, device).tensor for _ in range(num_buffers)]
+        shown = group.map_all(segments, "the exchange of staging memory") if group.size > 1 else [segments]
+        memory += segments
+        with torch.inference_mode(False):  # it is kept
+            for bucket in own:
+                bucket.staged = [x[: bucket.nbytes].view(bucket.dtype) for x in segments]
+                bucket.staged_by_rank = shown and [
+                    [x[: bucket.nbytes].view(bucket.dtype) for x in by_rank]
+                    for by_rank in zip(*shown, strict=True)
+                ]
+    return memory
 
 
 class ReduceScatter(OrderedAllReduce):
     """Brings slices to their owners, one unit after the other, always from the same thread."""
 
-    staging: Staging
-
-    def __init__(self, ranks: ShardRanks, recorder: Recorder, *, max_parameters: int) -> None:
-        super().__init__(ranks.whole, recorder, ordered=True, max_parameters=max_parameters)
-        self._shard_group = ranks.shard_group
-        self._across = None
-        if ranks.replicate_group is not None:
-            self._across = OrderedAllReduce(ranks.replicate_group, recorder, ordered=True, max_parameters=0)
-
     def run_round(
-        self,
-        bucket: SlicedBucket,
-        number: int,
-        header: Header,
-        turn: Round,
-        by_group: Sequence[range],
-        *,
-        is_last: bool,
+        self, bucket: SlicedBucket, number: int, header: Header, turn: Round, by_group: Sequence[range] | None
     ) -> None:
         """Add this rank's slice of a round's micro-batches, which are in staging buffer ``number``.
 
@@ -280,54 +191,44 @@ class ReduceScatter(OrderedAllReduce):
         """
         name = f"the exchange of unit {header.bucket} in round {header.round}"
         headers = self.exchange_headers(bucket, header, name)
-        scale = mean_scale(headers, self.data_ranks) if is_last else None
+        scale = None if by_group is None else mean_scale(headers, self.data_ranks)
+        across = bucket.replicate_group
         with self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         ):
             if turn.senders:
-                self._take(bucket, number, turn, None if self._across else scale, name)
-            if self._across is not None and scale is not None:
-                self._add_replicas(self._across, bucket, header.num_leaves, turn, by_group, scale, name)
+                self._take(bucket, number, turn, None if across else scale, name)
+            if by_group is None or scale is None:
+                return
+            if across is not None:
+                plan = plan_sum(by_group, header.num_leaves)
+                roots = bucket.to_exchange(turn.nodes, header.num_leaves)
+                self._transport_of(across).reduce(roots, plan, scale, name)
+                bucket.num_kept = 1
+            if bucket.reduced is not bucket.kept[0]:
+                bucket.reduced.copy_(bucket.kept[0])
 
     def _take(self, bucket: SlicedBucket, number: int, turn: Round, scale: float | None, name: str) -> None:
         """Add this rank's slice of the micro-batches of its shard group."""
-        shown = self.staging.by_rank(number, bucket)
-        if shown is None:
-            values = self._receive_slices(bucket, number, turn, name)
-        else:
-            values = [bucket.own(shown[sender]) for sender in turn.senders]
-            for value, leaf in zip(values, turn.leaves, strict=True):
-                bucket.nodes.round(value, (leaf, leaf + 1), bucket.first)
+        if bucket.staged_by_rank is None:
+            _add_up(bucket, self._receive_slices(bucket, number, turn, name), turn, scale)
+            return
+        shown, end = bucket.staged_by_rank[number], bucket.first + bucket.slice_length
+        values = [shown[sender][bucket.first : end] for sender in turn.senders]
+        for value, leaf in zip(values, turn.leaves, strict=True):
+            bucket.nodes.round(value, (leaf, leaf + 1), bucket.first)
         _add_up(bucket, values, turn, scale)
-        if shown is not None:
-            self._shard_group.barrier(name)
-
-    def _add_replicas(
-        self,
-        across: OrderedAllReduce,
-        bucket: SlicedBucket,
-        num_leaves: int,
-        turn: Round,
-        by_group: Sequence[range],
-        scale: float,
-        name: str,
-    ) -> None:
-        """The mean over all shard groups, from the roots that each has of this slice."""
-        plan = plan_sum(by_group, num_leaves)
-        across.transport.reduce(bucket.to_exchange(turn.nodes, num_leaves), plan, scale, name)
-        if bucket.reduced is not bucket.kept[0]:
-            bucket.reduced.copy_(bucket.kept[0])
-        bucket.num_kept = 1
+        bucket.group.barrier(name)
 
     def _receive_slices(self, bucket: SlicedBucket, number: int, turn: Round, name: str) -> list[Tensor]:
         """This rank's slice of every sender's micro-batch, by message, in the format of nodes."""
-        group, nodes = self._shard_group, bucket.nodes
+        group, nodes = bucket.group, bucket.nodes
         size, rank, length = group.size, group.rank, nodes.wire_length
         received = self.transport.scratch.take(len(turn.senders) * length, nodes.wire_dtype, bucket.device)
         splits = [length if r in turn.senders else 0 for r in range(size)]
         own_splits, message = [0] * size, received[:0]
         if rank in turn.senders:
-            staged, leaf = self.staging.buffer(number, bucket), turn.leaves[turn.senders.index(rank)]
+            staged, leaf = bucket.staged[number], turn.leaves[turn.senders.index(rank)]
             nodes.round(staged, (leaf, leaf + 1))
             own_splits, message = [length] * size, nodes.encode(staged)
         all_to_all(group, received, message, splits, own_splits, name)
@@ -336,37 +237,13 @@ class ReduceScatter(OrderedAllReduce):
 
 
 def _add_up(bucket: SlicedBucket, values: Sequence[Tensor], turn: Round, scale: float | None) -> None:
-    """Make the sums of ``turn``; with a ``scale`` the root is all, and its mean the reduced gradient.
+    """Make the sums of ``turn``; with a ``scale`` there is one, of all, and becomes the mean.
 
-    The last sum is written where it is kept: what is kept of before stays at its number, so no other one is
-    read from there. The native core, where it is there, makes a single one in one pass over memory.
+    In their order: where a sum is written, a value may lie that only sums up to this one need.
     """
-    before = bucket.num_kept
-    sums = [*bucket.kept[:before], *values]
-    homes = {value: bucket.keep(d) for d, value in enumerate(turn.kept)}
-    bucket.num_kept = len(turn.kept)
-    one_sum = len(homes) == 1 and not bucket.nodes.rounds
-    if one_sum and (scale is None or bucket.reduced is bucket.kept[0]) and core() is not None:
-        plan = Sum((), turn.adds, turn.sums, turn.kept[0])
-        add_up(sums, plan, 1.0 if scale is None else scale, [bucket.kept[0]], bucket.nodes, bucket.first)
-        return
-    moved = {value for value in homes if value >= before}
-    targets = [sums[left] for left, _ in turn.adds]
-    if turn.adds and (last := turn.adds[-1][0]) in moved:
-        targets[-1] = homes[last]
-        moved.remove(last)
-    most = PIECE_BYTES // bucket.dtype.itemsize
-    for start in range(0, bucket.slice_length, most):
-        piece = slice(start, min(start + most, bucket.slice_length))
-        terms = [x[piece] for x in sums]
-        for (left, right), node, target in zip(turn.adds, turn.sums, targets, strict=True):
-            terms[left] = bucket.nodes.add(
-                terms[left], terms[right], node, bucket.first + start, out=target[piece]
-            )
-        for value, home in homes.items():
-            if scale is not None and scale != 1.0:
-                torch.mul(terms[value], scale, out=home[piece])
-            elif value in moved:
-                home[piece].copy_(terms[value])
-            if scale is not None and bucket.reduced is not home:
-                bucket.reduced[piece].copy_(home[piece])
+    values = [*bucket.kept[: bucket.num_kept], *values]
+    for number, plan in enumerate(turn.sums):
+        home = bucket.keep(number)
+        if plan.adds or values[plan.root] is not home:
+            add_up(values, plan, 1.0 if scale is None else scale, [home], bucket.nodes, bucket.first)
+    bucket.num_kept = len(turn.sums)

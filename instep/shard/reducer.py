@@ -26,9 +26,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
-from instep.hook import weakly
 from instep.net.lane import Work
-from instep.reduce.buckets import Bundle, Caps
+from instep.reduce.buckets import Bundle
 from instep.reduce.gradient_shard import GradientShard, gradient_shard
 from instep.reduce.header import UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
@@ -36,7 +35,7 @@ from instep.reduce.owners import GradientPeers, entry
 from instep.shard import checks
 from instep.shard.gather import Gathers
 from instep.shard.optimizer import ShardedOptimizer
-from instep.shard.reduce_scatter import ReduceScatter, SlicedBucket, Staging
+from instep.shard.reduce_scatter import NUM_BUFFERS, ReduceScatter, SlicedBucket, allocate_staging
 from instep.shard.round_plan import Round, deal, plan_rounds, ranges
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.unit import Unit
@@ -61,7 +60,7 @@ class SliceReducer(Reduction, GradientPeers):
     ``ended()`` when backward has ended.
     """
 
-    sharded = cut = True
+    sharded = cut = overlaps = True
     late_fix = (
         "or several times in one micro-batch, pass overlap=False to fully_shard, which sends nothing before "
         "the micro-batch has ended, and needs memory for all of its gradients"
@@ -88,7 +87,8 @@ class SliceReducer(Reduction, GradientPeers):
             for unit in units
             for name, *pair in zip(unit.names, unit.whole, unit.parameters, strict=True)
         }
-        options = ReductionOptions(InUnitOrder, unused=unused, nodes=nodes)
+        how = type(self)  # its own strategy: units leave in plan order, whichever is complete first
+        options = ReductionOptions(how, unused=unused, nodes=nodes)  # type: ignore[arg-type]
         super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
         self.groups = ranks.groups
         self.optimizer_parameters = [by_name[name][1] for name in names]
@@ -100,17 +100,22 @@ class SliceReducer(Reduction, GradientPeers):
         self.buckets = self._make_buckets()
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         self.exchange = self.reduce_scatter = ReduceScatter(
-            ranks, recorder, max_parameters=max([len(b.slots) for b in self.buckets], default=0)
+            ranks.whole,
+            recorder,
+            ordered=True,
+            max_parameters=max([len(b.slots) for b in self.buckets], default=0),
         )
-        self.reduce_scatter.staging = Staging(self.buckets, ranks.shard_group)
+        self._num_staged = NUM_BUFFERS if ranks.shard_group.size > 1 else 1
+        self._staging = allocate_staging(self.buckets, ranks.shard_group, self._num_staged)
         self._watch_over(*self._replicas())
-        self.turns = InUnitOrder(weakly(self._stage))
         self.closed: Callable[[Unit], None] = lambda unit: None
         self.ended: Callable[[], None] = lambda: None
         self._rounds: tuple[Round, ...] = ()
         self._by_group: Sequence[range] = ()  # the leaves of this reduction
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
         self._works: list[Work] = []  # of this reduction, one per unit and round
+        self._num_launched = 0  # units of the open micro-batch
+        self._waiting: set[int] = set()  # units that are complete, by number
         self._num_leaves_closed = 0
         # By position: a shard's ``.grad`` while no_sync keeps a gradient, and whether it stands for that.
         self._unreduced: dict[int, tuple[GradientShard, bool]] = {}
@@ -184,10 +189,11 @@ class SliceReducer(Reduction, GradientPeers):
             bucket.num_kept = 0
             for slot in bucket.slots:
                 slot.present = False
-        self.turns.begin(())
+        self._num_launched = len(self.buckets)  # until a micro-batch is opened
 
     def open_leaf(self, leaf: int, *, last: bool) -> None:
-        self.turns.begin(self.buckets)
+        self._num_launched = 0
+        self._waiting.clear()
         self._staged_leaf = leaf  # also when it is closed: its last unit leaves after that
         super().open_leaf(leaf, last=last)
 
@@ -231,7 +237,7 @@ class SliceReducer(Reduction, GradientPeers):
         self._num_leaves_closed += 1
         super().close_leaf()
         if not self._last:
-            self.turns.finish()
+            self._launch_all()
 
     def finish(self) -> None:
         """All micro-batches of this rank are closed: wait for the exchanges, and set every ``.grad``.
@@ -240,7 +246,7 @@ class SliceReducer(Reduction, GradientPeers):
             Desync, PeerLost: as ``Exchange.run``.
             ValueError: a parameter got no gradient, and unused parameters are forbidden.
         """
-        self.turns.finish()
+        self._launch_all()
         for turn in self._rounds[self._num_leaves_closed :]:  # in which this rank has no micro-batch
             if turn.senders:
                 self._gathers.follow()
@@ -253,9 +259,8 @@ class SliceReducer(Reduction, GradientPeers):
         self._exchange_statistics()
         self._report_unused()
         for bucket in self.buckets:
-            pieces = bucket.pieces()
             for k in bucket.present_on_some():
-                self._give(bucket.slots[k].position, pieces[k])
+                self._give(bucket.slots[k].position, bucket.pieces[k])
         self._succeeded()
 
     def leave(self) -> None:
@@ -264,7 +269,7 @@ class SliceReducer(Reduction, GradientPeers):
             super().leave()
 
     def _next_header(self, plan: StepPlan) -> Header | None:
-        if len(self._works) == self._num_exchanges:
+        if len(self._works) == len(self._rounds) * len(self.buckets):
             return None
         turn, index = divmod(len(self._works), len(self.buckets))
         return self._header(self.buckets[index], plan, turn)
@@ -288,7 +293,7 @@ class SliceReducer(Reduction, GradientPeers):
     def scratch(self) -> list[Tensor]:
         """The memory that reducing takes, beside that of the reduced gradients."""
         kept = [x for bucket in self.buckets for x in bucket.kept]
-        return [*kept, *self.reduce_scatter.staging.segments, *self.exchange.scratch]
+        return [*kept, *self._staging, *self.exchange.scratch]
 
     def square_sums(self, own: Sequence[float]) -> list[float]:
         """As ``GradientPeers`` says; shard groups have the same."""
@@ -307,18 +312,13 @@ class SliceReducer(Reduction, GradientPeers):
     def _num_exchanges(self) -> int:
         return len(self._rounds) * len(self.buckets)
 
-    def _bucket(self, i: int) -> SlicedBucket:
-        bucket = self.place[i]
-        assert isinstance(bucket, SlicedBucket)
-        return bucket
-
     def _make_buckets(self) -> list[SlicedBucket]:
         """One per unit: those of the last layers first, whose gradients come first; the root's last."""
         position = {id(p): i for i, p in enumerate(self.parameters)}
         positions = [[position[id(p)] for p in unit.whole] for unit in self.units]
         order = sorted(range(len(self.units)), key=lambda k: -min(positions[k]))
-        how = self.ranks.shard_group, self.ranks.replicate_group, self.options.nodes
-        return [SlicedBucket.of(self.units[k], i, positions[k], *how) for i, k in enumerate(order)]
+        how = self.ranks, self.options.nodes
+        return [SlicedBucket(self.units[k], i, positions[k], *how) for i, k in enumerate(order)]
 
     def _give(self, i: int, piece: Tensor) -> None:
         """The reduced gradient of parameter i is its shard's ``.grad``, or is added to it."""
@@ -357,96 +357,61 @@ class SliceReducer(Reduction, GradientPeers):
         return super()._header(bucket, plan, round)._replace(update_digest=self._update_digest)
 
     def _settle(self, i: int) -> None:
-        bucket = self._bucket(i)
-        number = self._buffer_number(bucket.index - self.turns.num_launched)
-        if number is not None:
-            view = bucket.view_of(i, self.reduce_scatter.staging.buffer(number, bucket))
+        bucket = self.place[i]
+        assert isinstance(bucket, SlicedBucket)
+        ahead = bucket.index - self._num_launched  # units until it is the turn of this one
+        number = len(self._works) + ahead
+        if ahead < self._num_staged and (
+            number < self._num_staged or self._works[number - self._num_staged].done()
+        ):
+            view = bucket.view_of(i, bucket.staged[number % self._num_staged])
             self.gradients.settle(i, view, final=True)
 
-    def _buffer_number(self, ahead: int) -> int | None:
-        """Of the staging memory for the unit that comes ``ahead`` units from now; None if it is in use."""
-        num_buffers, unit = self.reduce_scatter.staging.num_buffers, len(self._works) + ahead
-        if ahead >= num_buffers or (unit >= num_buffers and not self._works[unit - num_buffers].done()):
-            return None
-        return unit % num_buffers
-
     def _close(self, bucket: Bundle) -> None:
+        """Launch ``bucket`` and what has waited for it, in plan order, but for the last of the micro-batch.
+
+        The last one waits until the micro-batch is closed: it is the rank's word that all has gone well.
+        """
         assert isinstance(bucket, SlicedBucket)
         bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
         self.closed(bucket.unit)
-        self.turns.ready(bucket)
+        self._waiting.add(bucket.index)
+        while self._num_launched in self._waiting and self._num_launched + 1 < len(self.buckets):
+            self._launch_next()
 
-    def _stage(self, bucket: Bundle) -> Work:
-        """It is the turn of ``bucket``: its gradients move out of ``.grad``, and leave."""
-        assert isinstance(bucket, SlicedBucket)
-        staging = self.reduce_scatter.staging
-        number = len(self._works) % staging.num_buffers
-        if len(self._works) >= staging.num_buffers:
-            before = self._works[-staging.num_buffers]
+    def _launch_all(self) -> None:
+        """All units of the micro-batch are complete."""
+        while self._num_launched < len(self.buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        """The gradients of the next unit move out of ``.grad``, and leave."""
+        bucket = self.buckets[self._num_launched]
+        self._num_launched += 1
+        if len(self._works) >= self._num_staged:
+            before = self._works[-self._num_staged]
             if not before.done():
                 with self.recorder.span(GRADIENT_SYNC, lane="host"):
                     before.wait()
             before.wait()
-        buffer = staging.buffer(number, bucket)
+        buffer = bucket.staged[len(self._works) % self._num_staged]
         self.gradients.land(bucket, buffer)
         bucket.nodes.clear(buffer)  # other units have been there
         if self.observer is not None:
             self.observer(self._staged_leaf, bucket, buffer)
         self.gradients.take(bucket)
-        return self._send(bucket)
+        self._send(bucket)
 
-    def _send(self, bucket: SlicedBucket) -> Work:
+    def _send(self, bucket: SlicedBucket) -> None:
         assert self.plan is not None
         turn = len(self._works) // len(self.buckets)
-        number = len(self._works) % self.reduce_scatter.staging.num_buffers
+        number = len(self._works) % self._num_staged
         header = self._header(bucket, self.plan, turn)
-        computed, rounds, by_group = self.stream.computed(), self._rounds, self._by_group
+        computed, round_ = self.stream.computed(), self._rounds[turn]
+        by_group = self._by_group if turn + 1 == len(self._rounds) else None
 
         def run() -> None:
             with self.stream.after(computed):
-                is_last = turn + 1 == len(rounds)
-                self.reduce_scatter.run_round(bucket, number, header, rounds[turn], by_group, is_last=is_last)
+                self.reduce_scatter.run_round(bucket, number, header, round_, by_group)
 
         self._works.append(self.lane.submit(f"the exchange of unit {bucket.index} in round {turn}", run))
-        return self._works[-1]
-
-
-class InUnitOrder:
-    """The strategy of slices: the units of every micro-batch leave in plan order, whichever is whole first.
-
-    For each micro-batch ``begin``, then ``ready``, then ``finish``. The last unit waits for ``finish``: it is
-    the rank's word that the micro-batch has gone well. Nothing waits here for what was launched.
-    """
-
-    overlaps = True
-
-    def __init__(self, launch: Callable[[Bundle], Work]) -> None:
-        self.launch = launch
-        self.buckets: Sequence[Bundle] = ()
-        self.num_launched = 0
-        self._waiting: set[int] = set()
-
-    @staticmethod
-    def group(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]:
-        """All in one: what travels together is cut by the module's units instead."""
-        return [list(order)]
-
-    def begin(self, buckets: Sequence[Bundle]) -> None:
-        self.buckets = buckets
-        self.num_launched = 0
-        self._waiting.clear()
-
-    def ready(self, bucket: Bundle) -> None:
-        """Launch ``bucket``, and those that were waiting for it, but for the last."""
-        self._waiting.add(bucket.index)
-        while self.num_launched in self._waiting and self.num_launched + 1 < len(self.buckets):
-            self._launch_next()
-
-    def finish(self) -> None:
-        """Launch what has not been; all are whole."""
-        while self.num_launched < len(self.buckets):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        self.num_launched += 1
-        self.launch(self.buckets[self.num_launched - 1])

@@ -22,32 +22,23 @@ G: micro-batches in the step. W: ranks of a shard group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from instep.reduce.tree import Node, are_siblings, rank_major, rotated, round_major
+from instep.reduce.tree import Node, Sum, merge, rank_major, rotated, round_major
 
 
-@dataclass(frozen=True)
-class Round:
-    """What the owner does in one round. Values are the kept sums in order, then the round's leaves.
+class Round(NamedTuple):
+    """What the owner does in one round. Values are the kept sums in order, then the round's ``leaves``.
 
-    ``senders`` are the ranks that have a leaf, in the order of their ``leaves``. Value i becomes value i +
-    value j for all (i, j) of ``adds``, in this order; ``sums`` are the nodes that these make. Then
-    ``kept[d]`` is the value that is kept as number d, and ``nodes[d]`` what it sums up.
+    ``senders`` are the ranks that have a leaf, in the order of their ``leaves``. Then value ``sums[d].root``
+    is kept as number d, and is the sum of ``nodes[d]``; a sum that was kept before stays at its number.
     """
 
     senders: tuple[int, ...]
-    leaves: tuple[int, ...]
-    adds: tuple[tuple[int, int], ...]
-    sums: tuple[Node, ...]
-    kept: tuple[int, ...]
+    leaves: range
+    sums: tuple[Sum, ...]
     nodes: tuple[Node, ...]
-
-
-def num_rounds(num_leaves: int, num_ranks: int, num_shard_groups: int = 1) -> int:
-    """Turns until all leaves have been computed."""
-    return -(-max(map(len, rank_major(num_leaves, num_shard_groups))) // num_ranks)
 
 
 def ranges(num_leaves: int, num_ranks: int, num_shard_groups: int, shift: int = 0) -> tuple[range, ...]:
@@ -76,11 +67,11 @@ def plan_rounds(
 
     ``shift`` as for ``deal``: it moves leaves to other senders, and no value to another place in a sum.
     """
-    own = ranges(num_leaves, num_ranks, num_shard_groups, shift)[shard_group]
+    by_group = ranges(num_leaves, num_ranks, num_shard_groups, shift)
     rounds: list[Round] = []
     nodes: tuple[Node, ...] = ()
-    for turn in range(num_rounds(num_leaves, num_ranks, num_shard_groups)):
-        leaves = own[turn * num_ranks : (turn + 1) * num_ranks]
+    for start in range(0, max(map(len, by_group)), num_ranks):
+        leaves = by_group[shard_group][start : start + num_ranks]
         senders = tuple((k - shift) % num_ranks for k in range(len(leaves)))
         rounds.append(_plan(nodes, leaves, num_leaves, senders))
         nodes = rounds[-1].nodes
@@ -88,15 +79,9 @@ def plan_rounds(
 
 
 def _plan(nodes: Sequence[Node], leaves: range, num_leaves: int, senders: tuple[int, ...]) -> Round:
-    stack = list(zip(nodes, range(len(nodes)), strict=True))
-    adds, sums = [], []
-    for k, leaf in enumerate(leaves):
-        stack.append(((leaf, leaf + 1), len(nodes) + k))
-        while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], num_leaves):
-            (_, hi), right = stack.pop()
-            (lo, _), left = stack[-1]
-            adds.append((left, right))
-            sums.append((lo, hi))
-            stack[-1] = ((lo, hi), left)
-    kept, values = [value for _, value in stack], [node for node, _ in stack]
-    return Round(senders, tuple(leaves), tuple(adds), tuple(sums), tuple(kept), tuple(values))
+    stack, adds, made = merge([*nodes, *((leaf, leaf + 1) for leaf in leaves)], num_leaves)
+    sums = []
+    for (lo, hi), root in stack:
+        own = [k for k, node in enumerate(made) if lo <= node[0] and node[1] <= hi]
+        sums.append(Sum((), tuple(adds[k] for k in own), tuple(made[k] for k in own), root))
+    return Round(senders, leaves, tuple(sums), tuple(node for node, _ in stack))

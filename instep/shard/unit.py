@@ -115,11 +115,6 @@ class Unit(Home):
     def gathered(self) -> list[Tensor]:
         return [] if self._shares_memory or not self.is_allocated else [self.flat]
 
-    @property
-    def own_slice(self) -> Tensor:
-        """This rank's part of ``flat``."""
-        return self.flat.split(self.layout.slice_length)[self.group.rank]
-
     def empty(self, i: int) -> Tensor:
         return torch.empty(self.shapes[i], dtype=self.own_dtype, device=self.device)
 
@@ -163,15 +158,13 @@ class Unit(Home):
         if not storage.nbytes():
             storage.resize_(self.layout.num_elements * self.compute_dtype.itemsize)
 
-    def cast(self, flat: Tensor | None = None) -> Tensor | None:
-        """This rank's input to the gather of ``flat`` (by default the unit's), in the dtype of computation;
-        None if it is in place already."""
-        if self._shares_memory and flat is None:
+    def cast(self, flat: Tensor) -> Tensor | None:
+        """What this rank sends in the gather of ``flat``, in its dtype; None if it is in place."""
+        if self._shares_memory and flat is self.flat:
             return None
         if self.dtype == self.compute_dtype:
             return self.slice.detach()
-        whole = self.flat if flat is None else flat
-        whole.split(self.layout.slice_length)[self.group.rank].copy_(self.slice)
+        self._own_part(flat).copy_(self.slice)
         return None
 
     def filled(self) -> None:
@@ -224,13 +217,21 @@ class Unit(Home):
         """(W * slice_length,) new memory for the values of all shards, with this rank's in place."""
         with torch.inference_mode(False):
             flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
-        flat.split(self.layout.slice_length)[self.group.rank].copy_(self.slice)
+        self._own_part(flat).copy_(self.slice)
         return flat
 
     def views_in(self, flat: Tensor) -> list[Tensor]:
         """All parameters in ``flat``, which is laid out as the unit is."""
         offsets = zip(self.layout.offsets, self.shapes, strict=True)
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in offsets]
+
+    def shards_in(self, own: Tensor) -> list[Tensor]:
+        """This rank's shard of each parameter in ``own``, which is laid out as ``slice``."""
+        begin = self.group.rank * self.layout.slice_length
+        found = [own[:0].view(part_shape(shape, 0)) for shape in self.shapes]
+        for x, held in zip(self.layout.pieces(self.group.rank), self.held, strict=True):
+            found[x.parameter] = own[x.offset - begin :][: x.last - x.first].view(held.held_shape)
+        return found
 
     @contextmanager
     def made_whole(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -295,6 +296,9 @@ class Unit(Home):
         with torch.inference_mode(False), torch.no_grad():
             self._lay_out(group, weights)
 
+    def _own_part(self, flat: Tensor) -> Tensor:
+        return flat.split(self.layout.slice_length)[self.group.rank]
+
     def _number_of(self, parameter: Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)
 
@@ -341,27 +345,22 @@ class Unit(Home):
 
     def _make_shards(self) -> None:
         """The user's parameters become this rank's shards; of nothing, while the unit is vacant."""
-        rank, length = self.group.rank, self.layout.slice_length
-        if self.is_vacant:
-            self.slice = torch.zeros(0, dtype=self.dtype, device=self.device)
-        elif self._shares_memory:
-            self.allocate()
-            self.flat.zero_()
-            self.slice = self.own_slice
-        else:
-            self.slice = self._shared(length)  # the padding travels too
-        shards = [self.slice[:0].data.view(part_shape(shape, 0)) for shape in self.shapes]
         self.held = [
             ParameterShard(p, x.first, x.last, p, self.shapes[x.parameter])
-            for x in self.layout.pieces(rank)
+            for x in self.layout.pieces(self.group.rank)
             for p in [self.parameters[x.parameter]]
         ]
-        for x, held in zip(self.layout.pieces(rank), self.held, strict=True):
-            if not self.is_vacant:
-                part = self.slice[x.offset - rank * length :][: x.last - x.first]
-                shards[x.parameter] = part.data.view(held.held_shape)
-        self._shards = shards
-        for p, shard in zip(self.parameters, shards, strict=True):
+        if self.is_vacant:
+            self.slice = torch.zeros(0, dtype=self.dtype, device=self.device)
+            self._shards = [self.slice.view(part_shape(shape, 0)) for shape in self.shapes]
+        else:
+            if self._shares_memory:
+                self.allocate()
+                self.slice = self._own_part(self.flat.zero_())
+            else:
+                self.slice = self._shared(self.layout.slice_length)  # the padding travels too
+            self._shards = self.shards_in(self.slice)
+        for p, shard in zip(self.parameters, self._shards, strict=True):
             become(p, shard)
 
     def _adopt(self, values: Sequence[Tensor]) -> None:
@@ -371,7 +370,7 @@ class Unit(Home):
             for view, value in zip(self.views_in(flat), values, strict=True):
                 view.copy_(value)
         self.group.broadcast(flat.view(torch.uint8), f"the first values of unit {self.name!r}")
-        self.slice.copy_(flat.split(self.layout.slice_length)[self.group.rank])
+        self.slice.copy_(self._own_part(flat))
 
 
 def become(p: Tensor, value: Tensor) -> None:
