@@ -20,7 +20,7 @@ import instep
 from instep.checkpoint.shorthand import Resumed
 from instep.mesh.mesh import Mesh
 from instep.run.loop import RunStep
-from instep.shard.fully import Verifiable
+from instep.shard.fully import FullySharded
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.trace import TraceSession
 from instep.verify.gradient_report import Report
@@ -33,7 +33,7 @@ GIVEN = {
     "micro_batches": MicroBatch,
     "load": Resumed,
     "trace": TraceSession,
-    "fully_shard": Verifiable,
+    "fully_shard": FullySharded,
     "verify": Report,
     "steps": RunStep,
 }

@@ -211,7 +211,6 @@ class Placement:
     backend: str = "gloo"
     by: str = "thread"
     bucket_mb: float = 25.0
-    reshard: bool = True
     overlap: bool = True
     find_unused: bool | None = True
     num_hosts: int = 1
@@ -309,7 +308,6 @@ def placement(draw: random.Random, whole: Program, form: str | None = None) -> P
         backend=backend,
         by=by,
         bucket_mb=draw.choice(BUCKETS_MB),
-        reshard=draw.random() < 0.7,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),
         num_hosts=2 if may_spread and draw.random() < 0.5 else 1,

@@ -82,13 +82,11 @@ class Training:
         self.model: Any = module
         form = placement.form
         if form in ("stage2", "stage3"):
-            stage3 = {"reshard_after_forward": placement.reshard} if form == "stage3" else {}
             self.model = instep.fully_shard(
                 module,
                 mesh,
                 int(form[-1]),
                 overlap=placement.overlap,
-                **stage3,
                 **options,
             )
             self.optimizer: Any = (

@@ -28,6 +28,7 @@ from torch.optim import (
     LBFGS,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -92,6 +93,19 @@ def require_shardable(optimizer_cls: object, options: Mapping[str, Any]) -> None
             "differentiable=True cannot be sharded: the new values come from other ranks, and autograd "
             "cannot follow them there"
         )
+
+
+def require_given_eps(optimizer_cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` where Adafactor would take its eps from the first parameter that a rank steps."""
+    for i, group in enumerate(groups):
+        dtypes = sorted({str(p.dtype) for p in group["params"] if p.requires_grad})
+        is_given = not issubclass(optimizer_cls, Adafactor) or group.get("eps", (None,))[0] is not None
+        if len(dtypes) > 1 and not is_given:
+            raise ValueError(
+                f"group {i} has parameters of {' and '.join(dtypes)}, and Adafactor takes the eps that it is "
+                "not given from the first one that a rank steps: pass eps=(..., ...), or make a group for "
+                "each dtype"
+            )
 
 
 def why_not_in_slices(optimizer_cls: type[Optimizer], options: Mapping[str, Any]) -> str | None:
@@ -171,6 +185,12 @@ def require_state_of_shards(optimizer: Optimizer) -> None:
 
 def require_plain(name: str, p: Tensor) -> None:
     """Raise ``ValueError`` unless the parameter called ``name`` can be cut."""
+    if (there := homes.home(p)) is not None and there.replicas is not None:
+        raise ValueError(
+            f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
+            "their layers: divide the optimizer's state among the ranks of a stage, with "
+            "instep.ShardedOptimizer, and leave fully_shard out"
+        )
     problem = None
     if type(p) is not nn.Parameter:
         problem = f"is a {type(p).__name__}: make it an nn.Parameter"
@@ -207,28 +227,13 @@ def require_new(parameters: Sequence[Tensor]) -> None:
         raise ValueError(f"two parameters {SHARED}")
 
 
-def require_apart(module: nn.Module, *, frozen_too: bool) -> None:
-    """Raise ``ValueError`` if a parameter shares memory with another one, or with a buffer, of ``module``.
-
-    Those that stay where they are may: frozen ones unless ``frozen_too``, buffers, and what has a home.
-    """
+def require_apart(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter shares memory with another one, or with a buffer, of ``module``."""
     name_of = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
-    parameters = [p for p in module.parameters() if homes.home(p) is None]
-    moves = {id(p) for p in parameters if p.requires_grad or frozen_too}
-    for group in sharing([*parameters, *module.buffers()]):
-        if len(group) > 1 and not moves.isdisjoint(map(id, group)):
+    parameters = {id(p): p for p in module.parameters()}
+    for group in sharing([*parameters.values(), *module.buffers()]):
+        if len(group) > 1 and not parameters.keys().isdisjoint(map(id, group)):
             raise ValueError(f"{' and '.join(repr(name_of[id(x)]) for x in group)} {SHARED}")
-
-
-def require_no_pipeline(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a parameter of ``module`` is on one rank of a pipeline."""
-    for name, p in module.named_parameters():
-        if (there := homes.home(p)) is not None and there.replicas is not None:
-            raise ValueError(
-                f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
-                "their layers: divide the optimizer's state among the ranks of a stage, with "
-                "instep.ShardedOptimizer, and leave fully_shard out"
-            )
 
 
 def require_homes(parameters: Sequence[Tensor], group: Group) -> None:

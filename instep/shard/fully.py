@@ -32,12 +32,14 @@ from torch import Tensor, nn
 from instep.events import Recorder
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
-from instep.shard.sharding import LocalOptions, Sharding, ShardingOptions
+from instep.shard.sharding import Sharding, ShardingOptions, subject_of
 from instep.state.homes import Wrapped, home
+from instep.step import optimizer_guard
 from instep.step.micro_batches import DataSource, MicroBatch
-from instep.step.nesting import WrappedOnce, require_unwrapped
+from instep.step.nesting import WrappedOnce, require_reducible
 from instep.verify.gradient_report import Report
 from instep.verify.subject import Loss
+from instep.verify.trial import verify
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,6 +206,34 @@ class FullySharded(WrappedOnce):
         """
         self.sharding.materialise(init, seed)
 
+    def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
+        """Compare the distributed gradient with that of one process, on this model, stage and batch.
+
+        As ``DataParallel.verify``: each rank makes one synchronised step on its batch, without an update;
+        then it computes the gradient of every rank's batch again, without exchanges, and compares its shards
+        with their mean. It restores everything when it returns or raises. Shards of weights are compared
+        between shard groups: within one there is a single copy of them.
+
+        It costs W + 1 forwards and backwards, and memory for a whole gradient and for the shards in float64.
+        Collective.
+
+        Args:
+            batch, loss, rtol: as for ``DataParallel.verify``; ``loss`` is called with this module everywhere.
+                With ``compute_dtype``, ``rtol`` is by default that of this dtype.
+
+        Returns:
+            The same report on every rank. ``GradientRow.rank`` is the one whose slice is the worst.
+
+        Raises:
+            ValueError, TypeError, InstepError: a rank raised in its part; all ranks raise, and name it.
+            PeerLost: a rank did not come.
+
+        Example:
+            >>> report = model.verify((x, y), lambda model, batch: loss_function(model(batch[0]), batch[1]))
+            >>> report.raise_for_error()
+        """
+        return verify(subject_of(self.sharding), self.sharding.process_group, batch, loss, rtol)
+
     def close(self) -> None:
         """Remove the hooks and give back the groups. The module has its own class again.
 
@@ -235,53 +265,11 @@ class FullySharded(WrappedOnce):
             reductions={"": sharding.reducer},
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
-            "a fully sharded module cannot be copied, as it holds one rank's part: load "
-            "instep.full_state_dict(model) into another module"
-        )
-
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a fully sharded module cannot be pickled, as it holds one rank's part: keep "
-            "instep.full_state_dict(model)"
+            "a fully sharded module cannot be copied or pickled, as it holds one rank's part: keep "
+            "instep.full_state_dict(model), or load that into another module"
         )
-
-
-class Verifiable(FullySharded):
-    """With ``verify``; a module with a ``verify`` of its own keeps it, and has ``model.sharding.verify``.
-
-    Example:
-        >>> model = instep.fully_shard(model)
-    """
-
-    def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
-        """Compare the distributed gradient with that of one process, on this model, stage and batch.
-
-        As ``DataParallel.verify``: each rank makes one synchronised step on its batch, without an update;
-        then it computes the gradient of every rank's batch again, without exchanges, and compares its shards
-        with their mean. It restores everything when it returns or raises. Shards of weights are compared
-        between shard groups: within one there is a single copy of them.
-
-        It costs W + 1 forwards and backwards, and memory for a whole gradient and for the shards in float64.
-        Collective.
-
-        Args:
-            batch, loss, rtol: as for ``DataParallel.verify``; ``loss`` is called with this module everywhere.
-                With ``compute_dtype``, ``rtol`` is by default that of this dtype.
-
-        Returns:
-            The same report on every rank. ``GradientRow.rank`` is the one whose slice is the worst.
-
-        Raises:
-            ValueError, TypeError, InstepError: a rank raised in its part; all ranks raise, and name it.
-            PeerLost: a rank did not come.
-
-        Example:
-            >>> report = model.verify((x, y), lambda model, batch: loss_function(model(batch[0]), batch[1]))
-            >>> report.raise_for_error()
-        """
-        return self.sharding.verify(batch, loss, rtol=rtol)
 
 
 def fully_shard(
@@ -289,7 +277,6 @@ def fully_shard(
     process_group: Mesh | ProcessGroup | None = None,
     stage: int = 3,
     compute_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
     *,
     units: Sequence[nn.Module] | None = None,
     init_sync: bool | str = True,
@@ -314,7 +301,6 @@ def fully_shard(
         stage: 2 or 3.
         compute_dtype: of weights and gradients in forward and backward; floating inputs of the module and its
             units are cast. The shards that the optimizer steps are float32.
-        reshard_after_forward: False keeps gathered weights until their gradients have come. Stage 3.
         units: submodules whose parameters are gathered, freed and reduced together; by default every entry of
             an outermost ``ModuleList`` or ``Sequential``. All other parameters, and those of several units,
             belong to the root, which stays gathered from forward to the end of backward.
@@ -338,14 +324,24 @@ def fully_shard(
     """
 
     def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
-        require_unwrapped(module)
-        _require_plain(module)
+        require_reducible(module)
+        optimizer_guard.require_unowned([*module.parameters()])
+        _require_free_names(module)
         rest = (init_sync, find_unused_parameters, seed, overlap, nodes, rounding)
-        return ShardingOptions(stage, compute_dtype, reshard_after_forward, *rest)
+        return ShardingOptions(stage, compute_dtype, *rest)
 
-    local = LocalOptions(units, device, timeout_s)
-    sharding = Sharding(module, process_group, consider, local, broadcast_buffers=broadcast_buffers)
-    return _become_sharded(module, sharding)
+    sharding = Sharding(
+        module,
+        process_group,
+        consider,
+        units=units,
+        device=device,
+        timeout_s=timeout_s,
+        broadcast_buffers=broadcast_buffers,
+    )
+    module.__dict__[KEY] = sharding
+    module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (FullySharded, sharding.kind), {})
+    return module
 
 
 def shardings(module: nn.Module) -> Iterator[Sharding]:
@@ -426,23 +422,8 @@ def _own_copy(x: Any, fetched: Mapping[int, Tensor]) -> Any:
     return fetched[id(x)].clone() if id(x) in fetched else x.detach().clone()
 
 
-def _become_sharded(module: M, sharding: Sharding) -> M:
-    """Its class is one beside its own. A ``verify`` of its own it keeps, as it would in a wrapper."""
-    added = FullySharded if hasattr(module, "verify") else Verifiable
-    module.__dict__[KEY] = sharding
-    module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (added, sharding.kind), {})
-    return module
-
-
-def _require_plain(module: nn.Module) -> None:
-    """Raise ``ValueError`` if ``module`` cannot change its class, or has attributes that would be hidden."""
-    if isinstance(module, FullySharded):
-        raise ValueError("the module is sharded already: close() it first, or shard a new one")
-    if isinstance(module, WrappedOnce):
-        raise ValueError(
-            f"the module is wrapped in {type(module).__name__} already: shard what is in it, model.module, "
-            "and leave the wrapper out"
-        )
+def _require_free_names(module: nn.Module) -> None:
+    """Raise ``ValueError`` if ``module`` has an attribute that one of ``FullySharded`` would hide."""
     added = [name for name in vars(FullySharded) if not name.startswith("_")]
     taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]
     if taken:

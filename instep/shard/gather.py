@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class Gathers:
         self._stream = Stream(device, inline=self.lane.inline)
         self._has_left = False  # this rank has announced that it left the step, or all know of one that did
         self._following: Work | None = None
-        self.reduction_error: Callable[[], BaseException | None] = lambda: None
+        self.reduction: Lane | None = None  # of the gradients
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Gather those of ``units`` that are not here, and go on meanwhile."""
@@ -94,7 +94,8 @@ class Gathers:
             if work.error is not None:
                 for failed, _ in works:
                     failed.free()
-                if isinstance(work.error, PeerLost) and (first := self.reduction_error()) is not None:
+                first = None if self.reduction is None else self.reduction.failed
+                if isinstance(work.error, PeerLost) and isinstance(first, Desync):
                     raise first from work.error  # the reason why the other ranks have left
                 work.wait()
             unit.filled()
@@ -214,8 +215,8 @@ class UnitHooks:
     whose graph needs it.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], gathers: Gathers, *, reshard: bool) -> None:
-        self.module, self._gathers, self._reshard = module, gathers, reshard
+    def __init__(self, module: nn.Module, units: Sequence[Unit], gathers: Gathers) -> None:
+        self.module, self._gathers = module, gathers
         self._units: dict[nn.Module, list[Unit]] = {module: []}
         for unit in units:
             self._units.setdefault(unit.module, []).append(unit)
@@ -288,7 +289,7 @@ class UnitHooks:
                     "instep.gathered(module)"
                 )
         if m is self.module:
-            stay = {m, self._last} if watched and self._reshard else set(self._here) if watched else set()
+            stay = {m, self._last} if watched else set()
             for other in [other for other in self._here if other not in stay]:
                 self._free(other)
 
@@ -312,7 +313,9 @@ class UnitHooks:
             self._last = m
             stay = {m, following.get(m), self.module}
             for other in list(self._here):
-                if other not in stay and not self._running[other] and self._is_over(other, backward=backward):
+                if other in stay or self._running[other]:
+                    continue
+                if not backward or not any(map(self._awaits_gradients, self._units[other])):
                     self._free(other)
         self._here[m] = None
         for unit in self._units[m]:
@@ -327,10 +330,8 @@ class UnitHooks:
             self._here[after] = None
             self._gathers.begin(self._units[after])
 
-    def _is_over(self, m: nn.Module, *, backward: bool) -> bool:
-        if not backward:
-            return self._reshard or not torch.is_grad_enabled()
-        return all(unit.number in self._closed or not unit.trainable for unit in self._units[m])
+    def _awaits_gradients(self, unit: Unit) -> bool:
+        return unit.trainable and unit.number not in self._closed
 
     def _free(self, m: nn.Module) -> None:
         for unit in self._units[m]:

@@ -28,24 +28,16 @@ from instep.mesh.mesh import Mesh, mesh_for_replicas
 from instep.net.agree import all_or_none, require_same_lines
 from instep.net.process_group import Group
 from instep.shard import checks
-from instep.shard.checks import (
-    describe_groups,
-    options_text,
-    require_shardable,
-    stepping_cost,
-)
+from instep.shard.checks import describe_groups, group_options, options_text
 from instep.shard.flat_parameters import ShardedParameters
 from instep.shard.optimizer_state import (
-    LocalOptimizerState,
     adopt_groups,
     format_sharded,
-    format_whole,
     gather_state,
-    group_options,
     local_state,
+    numbered,
     saved_lines,
 )
-from instep.shard.optimizer_status import OptimizerStatus
 from instep.shard.shard_groups import mesh_for_shards, num_shard_groups, shard_group_of
 from instep.shard.update import ShardedUpdate
 from instep.state import homes
@@ -160,11 +152,10 @@ class ShardedOptimizer(Optimizer):
         )
         # They make the same steps, and this rank is in one of them.
         self.num_shard_groups = num_shard_groups(process_group)
-        cost = stepping_cost(self._optimizer_cls)
+        cost = checks.stepping_cost(self._optimizer_cls)
         self._shards = ShardedParameters(self.group, cost, aligned=aligned)
-        release = weakref.finalize(self, _release, self.group, self._shards.owned)
-        self._status = OptimizerStatus(self.group, release)
-        self._update = ShardedUpdate(self._shards, self._status, self.recorder)
+        self._release = weakref.finalize(self, _release, self.group, self._shards.owned)
+        self._update = ShardedUpdate(self._shards, self.group, self.recorder, self._release)
 
     def _require_same(self, groups: list[dict[str, Any]]) -> None:
         """Ranks have the same class, options and ``groups``, or all raise."""
@@ -191,7 +182,13 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """By parameter, what ``optimizer_cls`` keeps for it; ``RuntimeError`` where there are more ranks."""
-        return LocalOptimizerState(self._shards.held, self._inner, self._everyone.size)
+        if (num_ranks := self._everyone.size) > 1:
+            raise RuntimeError(
+                f"optimizer.state is spread over {num_ranks} ranks: call state_dict() on every rank for the "
+                "whole of it, or sharded_state_dict() for this rank's pieces"
+            )
+        state, held = self._inner.state, self._shards.held.values()
+        return {x.parameter: state[x.tensor] for x in held if x.tensor in state}
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -236,19 +233,19 @@ class ShardedOptimizer(Optimizer):
         if self._local is None:
             super().add_param_group(param_group)
             return
-        self._status.require_sound()
+        self._update.require_sound()
         before = len(self.param_groups)
-        with self._status.together():
+        with self._update.together():
             try:
                 all_or_none(self.group, MAKING, lambda: self._add(param_group), errors=(ValueError,))
                 require_same_lines(self._everyone, OPTIMIZERS, describe_groups(self.param_groups))
             except BaseException:
                 del self.param_groups[before:]
                 raise
-            self._status.broken = "adding a parameter group failed half-way"
+            self._update.broken = "adding a parameter group failed half-way"
             (added,) = self._take(before)
             self._agree_made(lambda: self._inner.add_param_group(added))
-            self._status.broken = ""
+            self._update.broken = ""
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain ``optimizer_cls`` over the same parameters has it. Collective.
@@ -259,12 +256,12 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: the optimizer is closed, or a step was not completed on some rank.
             PeerLost: a rank did not come.
         """
-        self._status.require_sound()
+        self._update.require_sound()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        with self._status.together(), self.recorder.span("optimizer state", lane="host"):
+        with self._update.together(), self.recorder.span("optimizer state", lane="host"):
             states = gather_state(self._shards, self._inner, self._parameters(), self._everyone)
-        saved = format_whole(states, self.param_groups)
+        saved = {"state": states, "param_groups": numbered(self.param_groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
         return saved
@@ -282,7 +279,7 @@ class ShardedOptimizer(Optimizer):
             >>> [(piece["first"], piece["last"]) for piece in optimizer.sharded_state_dict()["pieces"]][:2]
             [(0, 768), (0, 96)]
         """
-        self._status.require_sound()
+        self._update.require_sound()
         return format_sharded(self._shards.held, self._inner, self.param_groups, self.group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -302,7 +299,7 @@ class ShardedOptimizer(Optimizer):
         Example:
             >>> optimizer.load_state_dict(optimizer.state_dict())
         """
-        self._status.require_open()
+        self._update.require_open()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -312,14 +309,14 @@ class ShardedOptimizer(Optimizer):
                 state_dict, self._shards.held, self.param_groups, self.group, cut=self._shards.cost is None
             )
 
-        with self._status.together():
+        with self._update.together():
             prepared = all_or_none(self._everyone, LOADING, prepare, errors=(ValueError,))
             require_same_lines(self._everyone, "optimizer states to load", saved_lines(state_dict))
-            self._status.broken = "loading a state failed half-way"
+            self._update.broken = "loading a state failed half-way"
             put = partial(self._inner.load_state_dict, prepared)
             all_or_none(self._everyone, LOADING, put, errors=(ValueError,))
         adopt_groups(self.param_groups, self._inner.param_groups, state_dict["param_groups"])
-        self._status.broken = ""
+        self._update.broken = ""
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -341,7 +338,7 @@ class ShardedOptimizer(Optimizer):
             >>> for mean, (_, _, _, values) in zip(means, optimizer.pieces()):  # after each step
             ...     mean = mean.lerp_(values, 0.01)
         """
-        self._status.require_sound()
+        self._update.require_sound()
         for held in self._shards.weights:
             values = held.tensor.detach()
             yield held.parameter, held.first, held.last, elements(values, 0, values.numel())
@@ -355,7 +352,7 @@ class ShardedOptimizer(Optimizer):
             >>> plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
             >>> plain.load_state_dict(state)
         """
-        self._status.close()
+        self._release()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -390,7 +387,7 @@ class ShardedOptimizer(Optimizer):
         with requiring(trained, [p for p in parameters if id(p) not in known]):
             self._meet(mesh, aligned=False)
             try:
-                takeable = partial(self._require_takeable, parameters)
+                takeable = partial(self._require_takeable, self.param_groups)
                 all_or_none(self.group, MAKING, takeable, errors=(ValueError,))
                 # Options are those of each rank's last step, a learning rate say, until a state is put.
                 self._require_same([{"params": group["params"]} for group in self.param_groups])
@@ -406,16 +403,18 @@ class ShardedOptimizer(Optimizer):
         return self._local
 
     def _begin(self, params: Iterable[Any], given: dict[str, Any]) -> None:
-        require_shardable(self._optimizer_cls, given)
+        checks.require_shardable(self._optimizer_cls, given)
         super().__init__(params, dict(given))
-        self._require_takeable(self._parameters())
+        self._require_takeable(self.param_groups)
 
     def _add(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._require_takeable(self.param_groups[-1]["params"])
+        self._require_takeable(self.param_groups[-1:])
 
-    def _require_takeable(self, parameters: list[Tensor]) -> None:
-        """Raise ``ValueError`` unless these can be sharded here."""
+    def _require_takeable(self, groups: list[dict[str, Any]]) -> None:
+        """Raise ``ValueError`` unless the parameters of these can be sharded here."""
+        parameters = [p for group in groups for p in group["params"]]
+        checks.require_given_eps(self._optimizer_cls, groups)
         if self._asked is None and self._everyone is self.group:
             mesh_for_replicas()  # which raises if its other axes have no use
         checks.require_new(parameters)

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep.launch.rank_exit import mark_secondary
 from instep.memory import as_bytes
 from instep.mesh.axes import round_up
+from instep.net.agree import all_tell
 from instep.net.process_group import Group
 from instep.shard.checks import group_options, options_text
 from instep.shard.flat_parameters import ShardedParameters
@@ -36,43 +37,6 @@ ALIGN = 16  # bytes, of a tensor in a message: that of the widest element
 LIMIT_BYTES = 1 << 28  # of a list of tensors
 
 
-class LocalOptimizerState(Mapping[Tensor, dict[str, Any]]):
-    """``optimizer.state``, where one rank has all of it; an error where it has not.
-
-    A rank of several holds some pieces. Whatever this showed of a parameter would be taken for the whole.
-    """
-
-    def __init__(self, held: Mapping[int, ParameterShard], local: Optimizer, num_ranks: int) -> None:
-        self._held, self._local, self._num_ranks = held, local, num_ranks
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        self._require_whole()
-        for held in self._held.values():
-            if held.parameter is parameter:
-                return self._local.state[held.tensor]
-        raise KeyError("a parameter that this optimizer does not update")
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._require_whole()
-        return (held.parameter for held in self._held.values() if held.tensor in self._local.state)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter is known for known in self)
-
-    def __repr__(self) -> str:
-        return f"<optimizer state, sharded over {self._num_ranks} ranks>"
-
-    def _require_whole(self) -> None:
-        if self._num_ranks > 1:
-            raise RuntimeError(
-                f"optimizer.state is spread over {self._num_ranks} ranks: call state_dict() on every rank "
-                "for the whole of it, or sharded_state_dict() for this rank's pieces"
-            )
-
-
 def gather_state(
     shards: ShardedParameters, local: Optimizer, parameters: Sequence[Tensor], group: Group
 ) -> States:
@@ -81,37 +45,34 @@ def gather_state(
     W steps of a broadcast, of one rank's state each; all of it passes through CPU memory.
 
     Raises:
-        TypeError: some state is neither a tensor nor a number or a string; ValueError on the other ranks.
+        TypeError: some state is neither a tensor nor a number or a string; on all ranks.
     """
-    headers, tensors, problem = _describe(shards.held, local)
-    data = json.dumps({"entries": headers, "problem": str(problem or "")}).encode()
-    rows = group.all_gather_bytes(data, "the list of optimizer state", limit=LIMIT_BYTES)
-    described = [json.loads(row) for row in rows]
-    if problem is not None:
-        raise problem
+
+    def tell(described: tuple[list[dict[str, Any]], list[Tensor | None]]) -> bytes:
+        return json.dumps(described[0]).encode()
+
+    describe = partial(_describe, shards.held, local)
+    (_, tensors), rows = all_tell(group, "the list of optimizer state", describe, tell, limit=LIMIT_BYTES)
     whole: States = {}
-    for rank, row in enumerate(described):
-        if row["problem"]:
-            raise mark_secondary(ValueError(f"rank {group.ranks[rank]}: {row['problem']}"))
-        message = torch.empty(
-            sum(_padded_bytes(entry) for entry in row["entries"]), dtype=torch.uint8, device="cpu"
-        )
-        parts = message.split([_padded_bytes(entry) for entry in row["entries"]])
+    for rank, row in enumerate(rows):
+        entries = json.loads(row) if row else []
+        sizes = [round_up(entry["nbytes"], ALIGN) for entry in entries]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        parts = message.split(sizes)
         if rank == group.rank:
             for part, x in zip(parts, tensors, strict=True):
                 if x is not None:
                     part[: x.nbytes].copy_(as_bytes(x))
         if message.numel():
             group.broadcast(message, f"the optimizer state of rank {group.ranks[rank]}", root=rank)
-        for entry, part in zip(row["entries"], parts, strict=True):
-            parameter = parameters[entry["parameter"]]
-            _place(whole, entry, part, parameter)
+        for entry, part in zip(entries, parts, strict=True):
+            _place(whole, entry, part, parameters[entry["parameter"]])
     return {number: whole[number] for number in sorted(whole)}
 
 
 def _describe(
     held: Mapping[int, ParameterShard], local: Optimizer
-) -> tuple[list[dict[str, Any]], list[Tensor | None], TypeError | None]:
+) -> tuple[list[dict[str, Any]], list[Tensor | None]]:
     """What this rank has, as JSON, and its tensors."""
     headers: list[dict[str, Any]] = []
     tensors: list[Tensor | None] = []
@@ -130,19 +91,12 @@ def _describe(
             elif value is None or isinstance(value, bool | int | float | str):
                 entry["value"] = value
             else:
-                name = f"{key} of parameter {number}"
-                return (
-                    [],
-                    [],
-                    TypeError(f"{name}: expected a tensor, a number or a string, got {value!r:.80}"),
+                raise TypeError(
+                    f"{key} of parameter {number}: expected a tensor, a number or a string, got {value!r:.80}"
                 )
             headers.append(entry)
             tensors.append(value if isinstance(value, Tensor) else None)
-    return headers, tensors, None
-
-
-def _padded_bytes(entry: Mapping[str, Any]) -> int:
-    return round_up(entry["nbytes"], ALIGN)
+    return headers, tensors
 
 
 def _place(whole: States, entry: Mapping[str, Any], part: Tensor, parameter: Tensor) -> None:
@@ -180,11 +134,6 @@ def part_of(value: Any, name: str, held: ParameterShard, *, cut: bool) -> Any:
     return value.detach().clone()
 
 
-def format_whole(states: States, groups: Groups) -> dict[str, Any]:
-    """The format of a plain optimizer."""
-    return {"state": states, "param_groups": _numbered(groups)}
-
-
 def format_sharded(
     held: Mapping[int, ParameterShard], local: Optimizer, groups: Groups, group: Group
 ) -> dict[str, Any]:
@@ -194,10 +143,10 @@ def format_sharded(
         for number, x in held.items()
     ]
     place = {"rank": group.rank, "world_size": group.size}
-    return {"sharded": place, "pieces": pieces, "param_groups": _numbered(groups)}
+    return {"sharded": place, "pieces": pieces, "param_groups": numbered(groups)}
 
 
-def _numbered(groups: Groups) -> list[dict[str, Any]]:
+def numbered(groups: Groups) -> list[dict[str, Any]]:
     """The groups, with numbers for their parameters."""
     numbered, begin = [], 0
     for group in groups:

@@ -33,7 +33,7 @@ from instep.reduce.header import UNSCALE, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.owners import GradientPeers, entry
 from instep.shard import checks
-from instep.shard.gather import Gathers
+from instep.shard.gather import Gathers, UnitHooks
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.reduce_scatter import NUM_BUFFERS, ReduceScatter, SlicedBucket, allocate_staging
 from instep.shard.round_plan import Round, deal, plan_rounds, ranges
@@ -55,9 +55,6 @@ class SliceReducer(Reduction, GradientPeers):
     A gradient is taken for whole when it has come once, until it is known better: another one of the same
     micro-batch is then an error, unless it comes from a nested backward. ``overlap=False`` waits for the end
     of the micro-batch.
-
-    ``closed(unit)`` is called when the gradients of its parameters are whole, of the open micro-batch;
-    ``ended()`` when backward has ended.
     """
 
     sharded = cut = overlaps = True
@@ -76,12 +73,13 @@ class SliceReducer(Reduction, GradientPeers):
         ranks: ShardRanks,
         recorder: Recorder,
         gathers: Gathers,
+        hooks: UnitHooks,
         *,
         unused: bool | None = None,
         overlap: bool = True,
         nodes: NodeFormat = IN_FLOAT32,
     ) -> None:
-        self.units, self.ranks, self._gathers = list(units), ranks, gathers
+        self.units, self.ranks, self._gathers, self._hooks = list(units), ranks, gathers, hooks
         by_name = {
             name: pair
             for unit in units
@@ -108,8 +106,6 @@ class SliceReducer(Reduction, GradientPeers):
         self._num_staged = NUM_BUFFERS if ranks.shard_group.size > 1 else 1
         self._staging = allocate_staging(self.buckets, ranks.shard_group, self._num_staged)
         self._watch_over(*self._replicas())
-        self.closed: Callable[[Unit], None] = lambda unit: None
-        self.ended: Callable[[], None] = lambda: None
         self._rounds: tuple[Round, ...] = ()
         self._by_group: Sequence[range] = ()  # the leaves of this reduction
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
@@ -287,7 +283,7 @@ class SliceReducer(Reduction, GradientPeers):
         self._gathers.leave()
 
     def backward_ended(self) -> None:
-        self.ended()
+        self._hooks.ended()
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -374,7 +370,7 @@ class SliceReducer(Reduction, GradientPeers):
         """
         assert isinstance(bucket, SlicedBucket)
         bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
-        self.closed(bucket.unit)
+        self._hooks.closed(bucket.unit)
         self._waiting.add(bucket.index)
         while self._num_launched in self._waiting and self._num_launched + 1 < len(self.buckets):
             self._launch_next()

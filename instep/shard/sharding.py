@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from instep.errors import Desync
 from instep.hook import Hook, weakly
 from instep.mesh.mesh import Mesh
 from instep.net.agree import all_or_none, require_same_lines
@@ -29,23 +27,21 @@ from instep.shard.state_dicts import state_dict_hooks
 from instep.shard.unit import Unit, places_of
 from instep.state import homes
 from instep.state.alignment import align
-from instep.state.homes import DividedOptimizer, ParameterShard
+from instep.state.homes import ParameterShard
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import is_in_backward
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.session import StepSession
-from instep.verify.gradient_report import Report
-from instep.verify.subject import GradientPiece, Loss, Subject, Value
-from instep.verify.trial import verify
+from instep.verify.subject import GradientPiece, Subject, Value
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 WHAT = "sharding a module"
-Considered: TypeAlias = tuple["ShardingOptions", ParameterRegistry, list[UnitMembers]]
+Checked: TypeAlias = tuple["ShardingOptions", ParameterRegistry, list[UnitMembers]]
 """The options, the parameters, and which of these are gathered and reduced together."""
 
 
@@ -54,14 +50,13 @@ class ShardingOptions:
     """What has to be the same on all ranks."""
 
     stage: int
-    compute_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
-    init_sync: bool | str = True
-    find_unused_parameters: bool | None = None
-    seed: int = 0
-    overlap: bool = True
-    nodes: str = "float32"
-    rounding: str = "nearest"
+    compute_dtype: torch.dtype | None
+    init_sync: bool | str
+    find_unused_parameters: bool | None
+    seed: int
+    overlap: bool
+    nodes: str
+    rounding: str
 
     def __post_init__(self) -> None:
         _ = self.node_format  # which refuses what there is not
@@ -81,30 +76,13 @@ class ShardingOptions:
         return NodeFormat(self.nodes, self.rounding, self.seed)
 
 
-@dataclass(frozen=True)
-class LocalOptions:
-    """Options that no bits depend on: which parameters are one unit, where those from the meta device shall
-    live, and how long to wait."""
-
-    units: Sequence[nn.Module] | None = None
-    device: torch.device | None = None
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True)
-class FirstValues:
-    """How ``materialise`` is to fill what comes from the meta device."""
-
-    init: Init | None
-    seed: int
-
-
 class Sharding:
     """The engine of one sharded module.
 
     At construction, collective: ranks compare their modules and options, which ``consider()`` returns or
     refuses, and the parameters move into spaces, one per unit and kind. In forward and backward: as for
     ``DataParallel``, with another reducer. ``close`` ends it; ``leave`` too, and ``join`` takes part again.
+    Other arguments are as for ``fully_shard``.
     """
 
     def __init__(
@@ -112,39 +90,35 @@ class Sharding:
         module: nn.Module,
         process_group: Mesh | ProcessGroup | None,
         consider: Callable[[], ShardingOptions],
-        local: LocalOptions,
         *,
+        units: Sequence[nn.Module] | None,
+        device: torch.device | None,
+        timeout_s: float | None,
         broadcast_buffers: bool,
     ) -> None:
         self.kind = type(module)
         self.next_step = 0
         self.units: list[Unit] = []
-        self._first_values: FirstValues | None = None
-        self._unfilled: list[Unit] | None = None  # units that had no values when ranks met; None: not yet
-        self._local, self._broadcast_buffers = local, broadcast_buffers
+        self._first_values: tuple[Init | None, int] | None = None  # how to fill what is on the meta device
+        self._unfilled: list[Unit] | None = None  # when ranks were left; None: they never were
+        self._device, self._timeout_s, self._broadcast_buffers = device, timeout_s, broadcast_buffers
 
-        def check() -> Considered:
+        def check() -> Checked:
             options = consider()
             registry = _checked(module, options)
-            kinds = [kind for unit in partition(module, local.units) for kind in by_kind(unit)]
-            return options, registry, kinds
+            return options, registry, [kind for unit in partition(module, units) for kind in by_kind(unit)]
 
-        self._take_part(module, process_group, check, again=False)
+        self._take_part(module, process_group, check)
 
     def _take_part(
-        self,
-        module: nn.Module,
-        process_group: Mesh | ProcessGroup | None,
-        check: Callable[[], Considered],
-        *,
-        again: bool,
+        self, module: nn.Module, process_group: Mesh | ProcessGroup | None, check: Callable[[], Checked]
     ) -> None:
-        self._process_group = process_group
-        self.ranks, self.recorder = find_shard_ranks(process_group, self._local.timeout_s, what=WHAT)
+        self.process_group = process_group
+        self.ranks, self.recorder = find_shard_ranks(process_group, self._timeout_s, what=WHAT)
         self.group = self.ranks.whole
         try:
-            self.options, registry, self._kinds = self._compare(module, check, again=again)
-            self._make_units(module, again=again)
+            self.options, registry, self._kinds = self._compare(module, check)
+            self._make_units(module)
             own = {id(p) for unit in self.units for p in unit.parameters}
             align([x for x in (*module.parameters(), *module.buffers()) if id(x) not in own])
             self._reduce(module, registry)
@@ -166,8 +140,7 @@ class Sharding:
         """As ``Wrapped`` says; after ``leave``."""
         before, module = self.backward, self.backward.module
         with before.registry.as_wrapped():
-            check = lambda: (self.options, ParameterRegistry(module), self._kinds)  # noqa: E731
-            self._take_part(module, mesh, check, again=True)
+            self._take_part(module, mesh, lambda: (self.options, ParameterRegistry(module), self._kinds))
         self.backward.sync, self.backward.step_mode = before.sync, before.step_mode
 
     def micro_batches(self, num_leaves: int | DataSource, step: int | None) -> Iterator[MicroBatch]:
@@ -181,9 +154,9 @@ class Sharding:
         new = [unit for unit in self.units if not unit.has_values]
         if any(unit.is_vacant for unit in new):
             prepare(self.backward.module, new, init, seed)
-            self._first_values = FirstValues(init, seed)
+            self._first_values = init, seed
         else:
-            self._fill(new, FirstValues(init, seed))
+            self._fill(new, init, seed)
 
     def fill(self) -> None:
         """As ``Wrapped`` says: as ``materialise`` was told to.
@@ -198,10 +171,10 @@ class Sharding:
                 f"parameter {self._unfilled[0].names[0]!r} was on the meta device, and no saved state has "
                 "values for it: call materialise() after fully_shard"
             )
-        self._fill(self._unfilled, self._first_values)
+        self._fill(self._unfilled, *self._first_values)
 
-    def _fill(self, units: Sequence[Unit], values: FirstValues) -> None:
-        made = materialise(self.backward.module, units, values.init, values.seed)
+    def _fill(self, units: Sequence[Unit], init: Init | None, seed: int) -> None:
+        made = materialise(self.backward.module, units, init, seed)
         require_same_lines(self.ranks.shard_group, "the first values of parameters", made, fix=ALIKE)
         replicas = self.ranks.replicate_group
         if replicas is not None:
@@ -210,13 +183,6 @@ class Sharding:
         for unit in units:
             unit.loaded()
         self.reducer.settled()
-
-    def verify(self, batch: Any, loss: Loss | None = None, *, rtol: float | None = None) -> Report:
-        """As ``Verifiable.verify``."""
-        options = self.options
-        strategy = f"fully_shard, stage {options.stage}"
-        subject = _subject_of(self, strategy=strategy, seed=options.seed)
-        return verify(subject, self._process_group, batch, loss, rtol)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -243,7 +209,7 @@ class Sharding:
         for unit in self.units:
             homes.leave(unit)
 
-    def _compare(self, module: nn.Module, check: Callable[[], Considered], *, again: bool) -> Considered:
+    def _compare(self, module: nn.Module, check: Callable[[], Checked]) -> Checked:
         """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
         checked = all_or_none(self.group, "the preparation of modules to shard", check, errors=(ValueError,))
         options, _, kinds = checked
@@ -251,14 +217,14 @@ class Sharding:
         compare_threads(module, self.group)
         lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in kinds]
         require_same_lines(self.group, "units", lines)
-        if options.init_sync == "verify" and not again:
+        if options.init_sync == "verify" and self._unfilled is None:
             agree_on_values(module, self.group)
         return checked
 
-    def _make_units(self, module: nn.Module, *, again: bool) -> None:
-        """Shards of the parameters; ``again``: without values, until others come."""
+    def _make_units(self, module: nn.Module) -> None:
+        """Shards of the parameters; in another group than before without values, until these come."""
         options, group = self.options, self.ranks.shard_group
-        if again:
+        if self._unfilled is not None:
             for unit in self.units:
                 unit.lay_out(group, self.ranks.weights)
         else:
@@ -276,8 +242,8 @@ class Sharding:
                     self.ranks.weights,
                     keeps=options.stage == 2,
                     compute_dtype=options.compute_dtype,
-                    device=self._local.device,
-                    vacant=awaits_rank(self._process_group),
+                    device=self._device,
+                    vacant=awaits_rank(self.process_group),
                 )
                 for number, kind in enumerate(self._kinds)
             ]
@@ -289,24 +255,21 @@ class Sharding:
         """Take part in forward and backward: gathers, reducer, keys, hooks."""
         options, offsets_ns = self.options, measure(self.group).offsets_ns
         self.gathers = Gathers(self.ranks.weights, self.units, self.recorder)
-        reshard = options.stage == 3 and options.reshard_after_forward
-        self.hooks = UnitHooks(module, self.units, self.gathers, reshard=reshard)
+        self.hooks = UnitHooks(module, self.units, self.gathers)
         self.reducer = SliceReducer(
             [name for name, _ in registry.trainable],
             [unit for unit in self.units if unit.trainable],
             self.ranks,
             self.recorder,
             self.gathers,
+            self.hooks,
             unused=options.find_unused_parameters,
             overlap=options.overlap,
             nodes=options.node_format,
         )
         self.reducer.exchange.offsets_ns = offsets_ns
-        self.reducer.closed = weakly(self.hooks.closed)
-        self.reducer.ended = weakly(self.hooks.ended)
-        self.gathers.reduction_error = weakly(self._error_of_reduction)
+        self.gathers.reduction = self.reducer.lane
         for unit in self.units:
-            unit.divide = weakly(self._divide)
             unit.when_loaded = weakly(self.reducer.settled)
             for whole, p in zip(unit.whole, unit.parameters, strict=True):
                 registry.stand_for(whole, p)
@@ -342,17 +305,6 @@ class Sharding:
             self.reducer.drop_discarded()
             self.reducer.require_no_hooks()
 
-    def _error_of_reduction(self) -> BaseException | None:
-        failed = self.reducer.lane.failed
-        return failed if isinstance(failed, Desync) else None
-
-    def _divide(self, optimizer: Optimizer) -> DividedOptimizer:
-        """The state of a plain ``optimizer`` of these parameters."""
-        return homes.divided_over(optimizer, self.ranks.shard_group, self.ranks.num_replicas)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError("the sharding of a module holds process groups and cannot be copied")
-
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Floating-point inputs of what computes in ``dtype`` have it, as in torch's ``MixedPrecisionPolicy``."""
@@ -366,8 +318,6 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
     """The parameters of ``module``, if they can be sharded."""
     registry = ParameterRegistry(module)
-    checks.require_no_pipeline(module)
-    optimizer_guard.require_unowned([p for _, p in [*registry.trainable, *registry.frozen]])
     for name, p in [*registry.trainable, *registry.frozen]:
         checks.require_plain(name, p)
         if p.grad is not None:
@@ -382,15 +332,7 @@ def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
                 f"parameter {name!r} is on the meta device, and stage 2 has all weights on every rank: "
                 "materialise the module first, or use stage=3"
             )
-    for name, m in module.named_modules():
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
-            raise ValueError(f"{name!r} has sparse gradients, which cannot be cut: make it with sparse=False")
-        if isinstance(m, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{name!r} is a TorchScript module, which takes no hooks: shard the Python module, and use "
-                "torch.compile"
-            )
-    checks.require_apart(module, frozen_too=True)
+    checks.require_apart(module)
     return registry
 
 
@@ -402,7 +344,7 @@ def _used_outside(name: str, gradient: Tensor) -> None:
     )
 
 
-def _subject_of(sharding: Sharding, *, strategy: str, seed: int) -> Subject:
+def subject_of(sharding: Sharding) -> Subject:
     """The module of ``sharding`` for ``verify``."""
     reducer, backward = sharding.reducer, sharding.backward
     position = {id(p): i for i, p in enumerate(reducer.optimizer_parameters)}
@@ -413,8 +355,8 @@ def _subject_of(sharding: Sharding, *, strategy: str, seed: int) -> Subject:
     return Subject(
         model=backward.module,
         backward=backward,
-        strategy=strategy,
-        seed=seed,
+        strategy=f"fully_shard, stage {sharding.options.stage}",
+        seed=sharding.options.seed,
         copy=reducer.ranks.replica,
         pieces=[GradientPiece(position[id(x.parameter)], x.part_of, partial(_gradient_of, x)) for x in held],
         values=[

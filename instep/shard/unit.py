@@ -32,7 +32,7 @@ from instep.net.lane import Work
 from instep.net.process_group import Group
 from instep.shard.layout import cut
 from instep.shard.partition import UnitMembers
-from instep.state.homes import DividedOptimizer, Home, ParameterShard, part_shape
+from instep.state.homes import DividedOptimizer, Home, ParameterShard, divided_over, part_shape
 
 Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
 """Where a module has each parameter, by its identity: the submodules and their names for it."""
@@ -86,7 +86,6 @@ class Unit(Home):
         self.keeps = keeps
         self.is_vacant = vacant and first.is_meta
         self.has_values = not first.is_meta
-        self.divide: Callable[[Optimizer], DividedOptimizer] | None = None
         self.when_loaded: Callable[[], None] = lambda: None
         self.is_made_whole = False  # the user's parameters are whole
         self.is_shown = False  # the module has the whole ones
@@ -134,8 +133,8 @@ class Unit(Home):
         """Elements (first, last) of ``parameter`` that group rank ``rank`` has."""
         return self.layout.part(self._number_of(parameter), rank)
 
-    def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
-        return None if self.divide is None else self.divide(optimizer)
+    def divided(self, optimizer: Optimizer) -> DividedOptimizer:
+        return divided_over(optimizer, self.group, self.everyone.size // self.group.size)
 
     def require_unmoved(self) -> None:
         """Raise ``ValueError`` if other code has replaced the memory of a shard."""

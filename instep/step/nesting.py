@@ -50,14 +50,25 @@ class WrappedOnce:
 
 
 def require_supported(module: nn.Module) -> None:
-    """Raise ``ValueError`` if ``module`` has a part whose gradients cannot be exchanged."""
-    require_unwrapped(module)
+    """Raise ``ValueError`` if ``module`` cannot be put into a wrapper, which calls it ``module``."""
+    require_reducible(module)
     if "module" in module._modules:
         raise ValueError(
             "the module has a part called 'module', as the wrapper calls the module itself, so that "
             "'module.weight' would mean two things: give the part another name"
         )
+
+
+def require_reducible(module: nn.Module) -> None:
+    """Raise ``ValueError`` if ``module`` has a part whose gradients cannot be exchanged, or are already."""
     for name, part in module.named_modules():
+        wrapper = _wrapper(part)
+        if wrapper is not None and any(p.requires_grad for p in part.parameters()):
+            where = f"part {name!r} of the module" if name else "the module"
+            raise ValueError(
+                f"{where} is wrapped in {wrapper} already, and both would exchange its gradients: wrap the "
+                "module itself (what its wrapper calls .module), once, with all that it contains"
+            )
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name!r} is a TorchScript module, which takes no hooks: wrap the Python module, and use "
@@ -73,18 +84,6 @@ def require_supported(module: nn.Module) -> None:
                 f"{f'{name}.{key}'.lstrip('.')!r} holds trainable weights that are no parameters of the "
                 "module, so that their gradients would stay on this rank: register them (nn.ParameterList, "
                 "nn.ModuleList), freeze them (requires_grad_(False)), or wrap them first"
-            )
-
-
-def require_unwrapped(module: nn.Module) -> None:
-    """Raise ``ValueError`` if torch or a pipeline has wrapped ``module`` or a part of it that is trained."""
-    for name, part in module.named_modules():
-        wrapper = _wrapper(part)
-        if wrapper is not None and any(p.requires_grad for p in part.parameters()):
-            where = f"part {name!r} of the module" if name else "the module"
-            raise ValueError(
-                f"{where} is wrapped in {wrapper} already, and both would exchange its gradients: wrap the "
-                "module itself (what its wrapper calls .module), once, with all that it contains"
             )
 
 

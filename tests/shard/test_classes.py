@@ -170,6 +170,12 @@ def test_what_is_no_class_of_optimizers_is_refused(mesh: Mesh) -> None:
             ShardedOptimizer(parameters(), wrong, mesh)
     with pytest.raises(ValueError, match="differentiable=True cannot be sharded"):
         ShardedOptimizer(parameters(), AdamW, mesh, differentiable=True)
+    two_dtypes = [*parameters([(72,)], torch.bfloat16), *parameters([(72, 72)])]
+    with pytest.raises(
+        ValueError, match=r"bfloat16 and torch.float32, and Adafactor .* group for each dtype"
+    ):
+        ShardedOptimizer(two_dtypes, Adafactor, mesh)
+    ShardedOptimizer(two_dtypes, Adafactor, mesh, eps=(1e-7, 1e-3)).close()
 
 
 @world(2)

@@ -102,8 +102,9 @@ def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
     hooked.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match="'weight' cannot be sharded: it has a hook"):
         fully_shard(hooked, mesh)
-    with pytest.raises(ValueError, match="attribute 'group' of its own"):
-        fully_shard(Named(), mesh)
+    for name in ("group", "verify"):
+        with pytest.raises(ValueError, match=f"attribute '{name}' of its own"):
+            fully_shard(Named(name), mesh)
     with pytest.raises(ValueError, match="'' has sparse gradients"):
         fully_shard(nn.Embedding(4, 2, sparse=True), mesh)
     with pytest.raises(ValueError, match=r"'layers\.0\.weight' is on the meta device"):
@@ -113,10 +114,10 @@ def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
 class Named(nn.Module):
     """Has a name of its own that a sharded module needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.group = "mine"
+        setattr(self, name, "mine")
 
 
 @STAGES
@@ -173,33 +174,6 @@ def test_a_state_dict_of_what_is_sharded_in_part_is_whole(mesh: Mesh, stage: int
         module["plain"].weight.zero_()
     assert_same(ours, expected, "memory of its own")
     inner.close()
-
-
-class OwnMethod(Wide):
-    def verify(self, x: int) -> int:
-        return x + 1
-
-
-class OwnModule(Wide):
-    def __init__(self) -> None:
-        super().__init__()
-        self.verify = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.verify(super().forward(x))
-
-
-@STAGES
-def test_a_module_keeps_a_verify_of_its_own(stage: int) -> None:
-    for kind in (OwnMethod, OwnModule):
-        module = filled(kind())
-        before = module.verify
-        model = fully_shard(module, world_of_one(), stage)
-        assert isinstance(model, FullySharded) and model.verify == before
-        x = numbers(4, WIDTH, key="x")
-        assert model.sharding.verify(x, lambda model, x: model(x).square().mean()).ok
-        model.close()
-        assert type(module) is kind
 
 
 class Borrows(nn.Module):

@@ -173,19 +173,10 @@ def test_the_state_of_a_parameter_is_not_shown_where_it_is_not_whole(mesh: Mesh)
     ours = parameters()
     sharded = ShardedOptimizer(ours, AdamW, mesh)
     steps(sharded, ours, 1)
-    for look in (
-        lambda: sharded.state[ours[0]]["exp_avg"],
-        lambda: sharded.state.get(ours[0], {}),
-        lambda: dict(sharded.state),
-        lambda: len(sharded.state),
-        lambda: ours[0] in sharded.state,
-        lambda: bool(sharded.state),
-    ):
-        with pytest.raises(RuntimeError, match=r"spread over 2 ranks: call state_dict\(\)"):
-            look()
+    with pytest.raises(RuntimeError, match=r"spread over 2 ranks: call state_dict\(\)"):
+        _ = sharded.state
     with pytest.raises(RuntimeError, match="cannot be replaced"):
         sharded.state = {}
-    assert "sharded over 2 ranks" in repr(sharded.state)
     sharded.close()
 
 

@@ -237,16 +237,11 @@ def test_after_a_backward_that_raised_the_sum_is_what_was_not_discarded(
 
 # A load between forward and backward: gradients of old activations through new weights, without an error.
 
-HALF = {"compute_dtype": torch.bfloat16}
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    *(("stage 2", options) for options in ({}, HALF)),
-    *(("stage 3", options) for options in ({}, HALF, {"reshard_after_forward": False})),
-]
-
 
 @on_every_kind(2, STAGES)
 def test_a_graph_from_before_a_load_is_refused(mesh: Mesh, kind: str, tmp_path: Path) -> None:
-    for number, options in enumerate(options for stage, options in OPTIONS if stage == kind):
+    both: tuple[dict[str, Any], ...] = {}, {"compute_dtype": torch.bfloat16}
+    for number, options in enumerate(both):
         model = KINDS[kind].wrap(filled(net()), mesh, **KINDS[kind].options, **options)
         x = rows(f"on rank {mesh.rank}").to(options.get("compute_dtype"))
         loss = model(x).square().mean()
