@@ -302,12 +302,14 @@ def placement(draw: random.Random, whole: Program, form: str | None = None) -> P
         by, world = "process", min(world, 4)
     backend = draw.choice(("gloo", "shm"))
     may_spread = by == "thread" and backend == "gloo" and form in (*REPLICATED, "stage1") and world in (4, 6)
+    bucket_mb = draw.choice(BUCKETS_MB)
+    draw.random()  # for nothing, or the programs of all seeds would be others
     return Placement(
         form=form,
         world=world,
         backend=backend,
         by=by,
-        bucket_mb=draw.choice(BUCKETS_MB),
+        bucket_mb=bucket_mb,
         overlap=draw.random() < 0.8,
         find_unused=draw.choice((True, True, None)),
         num_hosts=2 if may_spread and draw.random() < 0.5 else 1,

@@ -65,19 +65,15 @@ class UnfilledParameter:
         """Until now it may be absent; if it is elsewhere, it is again at the end."""
         (p,), (value,) = self.parameters, values
         self.home.give_room(p)
-        p.data = value
+        own, p.data = p.data, value
         try:
             yield
         finally:
+            p.data = own
             if self.home.holds(p):
-                p.data = value
+                p.detach().copy_(value)
             else:
                 drop_values(p)
-
-    def keep(self, i: int, values: Tensor) -> None:
-        (p,) = self.parameters
-        if self.home.holds(p):
-            p.detach().copy_(values)
 
 
 def _unfilled(module: nn.Module, layers: Sequence[Layer], home: PipelineHome) -> Iterator[UnfilledParameter]:

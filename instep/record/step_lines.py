@@ -79,9 +79,9 @@ class Made:
 def started(step: int, layout: Fields, *, state: StateDigests | None = None, **fields: Any) -> Fields:
     """The line of a run that begins, or goes on, with ``step``, from ``state``.
 
-    ``layout`` has the fields of ``LAYOUT``; ``fields`` are the contract's ``fingerprint`` and ``numerical``, how
-    many ``restarts`` there were before, and the ``generation``, which counts the groups of ranks since the
-    command was given.
+    ``layout`` has the fields of ``LAYOUT``; ``fields`` are the contract's ``fingerprint`` and ``numerical``,
+    how many ``restarts`` there were before, and the ``generation``, which counts the groups of ranks since
+    the command was given.
     """
     return {"event": STARTED, "step": step, **fields, **layout, **_state_fields(state)}
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import math
-import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,15 +43,13 @@ from torch.optim import (
 )
 
 from instep.net.process_group import Group
-from instep.reduce.owners import entry, nobody, owner_of
+from instep.reduce.owners import owner_of
 from instep.shard.layout import Cost, newton_schulz
 from instep.state import homes
 from instep.state.alignment import sharing
 
 # These classes themselves: a subclass may do anything.
 ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
-# These, and subclasses: owners of matrices are balanced by the work of Newton and Schulz.
-MATRIX = (Muon,)
 
 REFUSED: dict[type[Optimizer], str] = {
     LBFGS: "its step is made of dot products over all parameters and calls the closure again and again: use "
@@ -63,14 +61,14 @@ REFUSED: dict[type[Optimizer], str] = {
 SHARED = (
     "share memory, and sharding would separate them: make them one Parameter, or give each values of its own"
 )
-GUARDED, SEEN = "_instep_guards_state_dict", "_instep_seen_state"  # attributes of an optimizer
+SEEN = "_instep_seen_state"  # an attribute of an optimizer: the state that was looked at last
 
 
 def stepping_cost(optimizer_cls: object) -> Cost | None:
     """What to balance ranks by, for a class that needs whole parameters; None for an elementwise one."""
     if not isinstance(optimizer_cls, type) or optimizer_cls in ELEMENTWISE:
         return None
-    return newton_schulz if issubclass(optimizer_cls, MATRIX) else math.prod
+    return newton_schulz if issubclass(optimizer_cls, Muon) else math.prod
 
 
 def require_shardable(optimizer_cls: object, options: Mapping[str, Any]) -> None:
@@ -108,19 +106,26 @@ def require_given_eps(optimizer_cls: type[Optimizer], groups: Sequence[Mapping[s
             )
 
 
-def why_not_in_slices(optimizer_cls: type[Optimizer], options: Mapping[str, Any]) -> str | None:
-    """Why an optimizer with these ``options`` cannot step shards of parameters; None if it can."""
+def why_not_on_shards(optimizer: Optimizer, num_ranks: int) -> str | None:
+    """Why ``optimizer`` cannot step shards of parameters on ``num_ranks``; None if it can."""
+    kind = type(optimizer)
     try:
-        require_shardable(optimizer_cls, options)
+        require_shardable(kind, optimizer.defaults)
     except ValueError as refused:
         return str(refused)
-    if stepping_cost(optimizer_cls) is None:
-        return None
-    looks = "looks" if optimizer_cls.__module__.startswith("torch.optim") else "may look"
-    return (
-        f"{optimizer_cls.__name__} {looks} at whole parameters, and fully_shard has cut these: make it "
-        f"instep.ShardedOptimizer(parameters, {optimizer_cls.__name__}), which steps each whole on one rank"
-    )
+    if stepping_cost(kind) is not None:
+        looks = "looks" if kind.__module__.startswith("torch.optim") else "may look"
+        return (
+            f"{kind.__name__} {looks} at whole parameters, and fully_shard has cut these: make it "
+            f"instep.ShardedOptimizer(parameters, {kind.__name__}), which steps each whole on one rank"
+        )
+    if num_ranks > 1 and rounds_by_cut(optimizer.param_groups):
+        return (
+            "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: "
+            "pass fused=True to the optimizer, or keep float32 weights, with "
+            "fully_shard(compute_dtype=torch.bfloat16)"
+        )
+    return None
 
 
 def rounds_by_cut(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -133,30 +138,32 @@ def rounds_by_cut(groups: Sequence[Mapping[str, Any]]) -> bool:
     return torch.get_num_threads() > 1 and any(p.itemsize == 2 and p.is_cpu for p in loops)
 
 
-def why_not_rounded_alike(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the bits of a step would depend on how parameters are cut; None if they do not."""
-    if not rounds_by_cut(groups):
-        return None
-    return (
-        "is of 2 bytes per element, which torch's loops on several threads round by how a tensor is cut: "
-        "pass fused=True to the optimizer, or keep float32 weights, with "
-        "fully_shard(compute_dtype=torch.bfloat16)"
-    )
+def describe_step(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Two numbers that differ if ranks make other steps: for the gradients that are used, for the options."""
+    presence = bytes(p.grad is not None for group in groups for p in group["params"])
+    return [zlib.crc32(presence), zlib.crc32("; ".join(map(options_text, groups)).encode())]
 
 
-def describe_update(optimizer: Optimizer) -> str:
-    """What a step of ``optimizer`` is about to do: the same on all ranks."""
-    lines = [
-        f"{options_text(group)}; {[p.grad is not None for p in group['params']]}"
-        for group in optimizer.param_groups
-    ]
-    return "\n".join(lines)
+def guard_state(optimizer: Optimizer) -> None:
+    """From now on ``optimizer.state_dict()`` raises: it would be this rank's part, and be taken for all.
 
-
-def guard_state_dict(optimizer: Optimizer) -> None:
-    """From now on ``optimizer.state_dict()`` raises: it would be this rank's part, and be taken for all."""
-    if GUARDED not in optimizer.__dict__:
-        optimizer.__dict__[GUARDED] = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    Raises:
+        ValueError: moments were loaded that are not those of this rank's shards.
+    """
+    seen = optimizer.__dict__.get(SEEN)
+    if seen is optimizer.state:
+        return
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != p.shape:
+                raise ValueError(
+                    f"optimizer.load_state_dict() was given {key!r} of shape {tuple(value.shape)} for a "
+                    f"shard of shape {tuple(p.shape)}: load with instep.load(dir, model=model, "
+                    "optimizer=optimizer), which cuts what was saved for any number of ranks"
+                )
+    if seen is None:
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.__dict__[SEEN] = optimizer.state
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
@@ -167,30 +174,19 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
     )
 
 
-def require_state_of_shards(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` if moments were loaded that are not those of this rank's shards."""
-    if optimizer.__dict__.get(SEEN) is optimizer.state:
-        return
-    for p, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != p.shape:
-                raise ValueError(
-                    f"optimizer.load_state_dict() was given {key!r} of shape {tuple(value.shape)} for a "
-                    f"shard of shape {tuple(p.shape)}: load with instep.load(dir, model=model, "
-                    "optimizer=optimizer), which "
-                    "cuts what was saved for any number of ranks"
-                )
-    optimizer.__dict__[SEEN] = optimizer.state
+def require_no_pipeline(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter of ``module`` is on one rank of a pipeline."""
+    for name, p in module.named_parameters():
+        if (there := homes.home(p)) is not None and there.replicas is not None:
+            raise ValueError(
+                f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
+                "their layers: divide the optimizer's state among the ranks of a stage, with "
+                "instep.ShardedOptimizer, and leave fully_shard out"
+            )
 
 
 def require_plain(name: str, p: Tensor) -> None:
     """Raise ``ValueError`` unless the parameter called ``name`` can be cut."""
-    if (there := homes.home(p)) is not None and there.replicas is not None:
-        raise ValueError(
-            f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
-            "their layers: divide the optimizer's state among the ranks of a stage, with "
-            "instep.ShardedOptimizer, and leave fully_shard out"
-        )
     problem = None
     if type(p) is not nn.Parameter:
         problem = f"is a {type(p).__name__}: make it an nn.Parameter"
@@ -207,13 +203,17 @@ def require_new(parameters: Sequence[Tensor]) -> None:
     if len(set(map(id, parameters))) < len(parameters):
         raise ValueError("a parameter is given twice: pass tied parameters once, as module.parameters() does")
     trainable = [p for p in parameters if p.requires_grad]
-    require_unclaimed(trainable)
-    homeless = [p for p in trainable if homes.home(p) is None]
-    for p in homeless:
-        if p.layout != torch.strided or p.device.type == "meta":
+    if any(map(claimant, trainable)):
+        gc.collect()  # one that is part of a cycle, with its scheduler for instance, is gone only then
+    for i, p in enumerate(trainable):
+        if claimant(p) is not None:
             raise ValueError(
-                f"expected parameters in memory, got {p.layout} on {p.device}: materialise the module first"
+                f"trainable parameter {i}, shape {tuple(p.shape)}, belongs to another ShardedOptimizer: give "
+                "each parameter to one, or close() the other first"
             )
+    homeless = [p for p in trainable if homes.home(p) is None]
+    if any(p.is_meta for p in homeless):
+        raise ValueError("expected parameters in memory, got one on meta: materialise the module first")
     for p in trainable:
         shape, there = homes.shape_of(p), homes.home(p)
         strides = homes.dense_strides(p) if there is None else there.strides_of(p)
@@ -253,17 +253,21 @@ def require_homes(parameters: Sequence[Tensor], group: Group) -> None:
             )
 
 
-def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> None:
-    """Raise if a gradient cannot be stepped with; ``trainable`` are the identities of what can be.
+def require_usable(
+    groups: Sequence[Mapping[str, Any]], owned: Mapping[Tensor, tuple[int, torch.Size] | None]
+) -> None:
+    """Raise if the parameters of ``groups`` cannot be stepped.
+
+    ``owned``: those that can be, with address and shape where they are in flat memory.
 
     Raises:
-        TypeError: it is sparse.
-        ValueError: it is one of a parameter that was frozen.
+        TypeError: a gradient is sparse.
+        ValueError: a parameter was frozen and has a gradient, or other code has replaced its memory.
     """
     for i, group in enumerate(groups):
         for k, p in enumerate(group["params"]):
-            gradient = p.grad
-            if id(p) not in trainable and (p.requires_grad or gradient is not None):
+            gradient, place = p.grad, owned.get(p)
+            if p not in owned and (p.requires_grad or gradient is not None):
                 raise ValueError(
                     f"{_called(i, k, p)} was frozen when the ShardedOptimizer was made: unfreeze first, or "
                     "leave it out, and use add_param_group() when it is trainable"
@@ -273,49 +277,16 @@ def require_usable(groups: Sequence[Mapping[str, Any]], trainable: set[int]) -> 
                     f"{_called(i, k, p)} has a sparse gradient: make the embedding with sparse=False, or "
                     "give its parameters to a torch.optim.SparseAdam beside this optimizer"
                 )
-
-
-def moved_error(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> ValueError:
-    """The error to raise because ``parameter`` is not where it was."""
-    where = next(
-        _called(i, k, p)
-        for i, group in enumerate(groups)
-        for k, p in enumerate(group["params"])
-        if p is parameter
-    )
-    return ValueError(
-        f"{where} has other memory than when the ShardedOptimizer was made (module.to(), .data = ..., "
-        "vector_to_parameters, another optimizer): convert first, then make the optimizer, and change values "
-        "in place, p.copy_(values) under no_grad()"
-    )
+            if place is not None and place != (p.data_ptr(), p.shape):
+                raise ValueError(
+                    f"{_called(i, k, p)} has other memory than when the ShardedOptimizer was made "
+                    "(module.to(), .data = ..., vector_to_parameters, another optimizer): convert first, "
+                    "then make the optimizer, and change values in place, p.copy_(values) under no_grad()"
+                )
 
 
 def _called(group: int, position: int, p: Tensor) -> str:
     return f"parameter {position} of group {group}, shape {tuple(p.shape)},"
-
-
-def require_unclaimed(parameters: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if another sharded optimizer, which is not closed, has one of ``parameters``."""
-    if any(map(claimant, parameters)):
-        gc.collect()  # one that is part of a cycle, with its scheduler for instance, is gone only then
-    for i, parameter in enumerate(parameters):
-        if claimant(parameter) is not None:
-            raise ValueError(
-                f"trainable parameter {i}, shape {tuple(parameter.shape)}, belongs to another "
-                "ShardedOptimizer: give each parameter to one, or close() the other first"
-            )
-
-
-def claim(parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
-    """``parameters`` belong to ``optimizer`` until it is released or collected."""
-    for parameter in parameters:
-        entry(parameter).optimizer = weakref.ref(optimizer)
-
-
-def release(parameters: Sequence[Tensor]) -> None:
-    """``parameters`` belong to no sharded optimizer any more."""
-    for parameter in parameters:
-        entry(parameter).optimizer = nobody
 
 
 def claimant(parameter: Tensor) -> Optimizer | None:
@@ -326,20 +297,19 @@ def claimant(parameter: Tensor) -> Optimizer | None:
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Parameter groups as lines."""
-    return [line for i, group in enumerate(groups) for line in _describe_group(i, group)]
-
-
-def _describe_group(index: int, group: Mapping[str, Any]) -> list[str]:
-    lines = [f"parameter group {index}: {options_text(group)}"]
-    names = group.get("param_names") or [""] * len(group["params"])
-    for k, (name, p) in enumerate(zip(names, group["params"], strict=True)):
-        called = f" {name!r}" if name else ""
-        kind = "trainable" if p.requires_grad else "frozen"
-        dtype = str(p.dtype).removeprefix("torch.")
-        lines.append(
-            f"parameter {k} of group {index}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, "
-            f"{p.device.type}, {'in order' if homes.home(p) is None else 'divided among ranks'}, {kind}"
-        )
+    lines = []
+    for i, group in enumerate(groups):
+        lines.append(f"parameter group {i}: {options_text(group)}")
+        names = group.get("param_names") or [""] * len(group["params"])
+        for k, (name, p) in enumerate(zip(names, group["params"], strict=True)):
+            called = f" {name!r}" if name else ""
+            kind = "trainable" if p.requires_grad else "frozen"
+            where = "in order" if homes.home(p) is None else "divided among ranks"
+            dtype = str(p.dtype).removeprefix("torch.")
+            lines.append(
+                f"parameter {k} of group {i}{called}: shape {tuple(homes.shape_of(p))}, {dtype}, "
+                f"{p.device.type}, {where}, {kind}"
+            )
     return lines
 
 

@@ -9,7 +9,7 @@ others. Else each sends it to them: S bytes of parameters, W ranks, S (W-1)/W by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class FlatParameters(Home):
     At construction, collective: the parameters move into it, with the values that they have on the group's
     first rank, or, unless ``aligned``, on each. ``outer`` is a home that they stay in: what ranks of
     ``group`` have alike of it is divided here. An optimizer steps the pieces in ``held``; ``share`` brings
-    them to all ranks. ``moved`` tells whose memory is another by now.
+    them to all ranks.
     """
 
     layout: FlatLayout
@@ -68,8 +68,12 @@ class FlatParameters(Home):
             parameter.data = view.copy_(parameter.detach())
         if aligned:
             group.broadcast(self.flat.view(torch.uint8), "the first values of the parameters")
-        self.others = self._expose()
-        self._addresses = [(p.data_ptr(), p.shape) for p in parameters]
+        size, rank = group.size, group.rank
+        shown = group.map_all([self.flat], "the exchange of memory") if size > 1 else None
+        # The same memory of the other ranks, the next one first; None where it cannot be reached.
+        self.others: list[Tensor] | None = None
+        if shown is not None:
+            self.others = [shown[(rank + k) % size][0] for k in range(1, size)]
         self.held = []
         for x in self.layout.pieces(group.rank):
             p = self.parameters[x.parameter]
@@ -84,13 +88,6 @@ class FlatParameters(Home):
     def slices_with(self, parameter: Tensor) -> list[int]:
         return self.layout.slices_with(next(i for i, p in enumerate(self.parameters) if p is parameter))
 
-    def moved(self) -> Tensor | None:
-        """A parameter whose memory other code has replaced, if there is one."""
-        for parameter, place in zip(self.parameters, self._addresses, strict=True):
-            if (parameter.data_ptr(), parameter.shape) != place:
-                return parameter
-        return None
-
     def share(self, operation: str) -> bool:
         """The own pieces are new; whether the others' are here only after a barrier. Collective."""
         if self.others is None:
@@ -102,14 +99,6 @@ class FlatParameters(Home):
             other[begin : begin + length].copy_(self.flat[begin : begin + length])
         return True
 
-    def _expose(self) -> list[Tensor] | None:
-        """The same memory of the other ranks, the next one first; None where it cannot be reached."""
-        size, rank = self.group.size, self.group.rank
-        shown = self.group.map_all([self.flat], "the exchange of memory") if size > 1 else None
-        if shown is None:
-            return None
-        return [shown[(rank + k) % size][0] for k in range(1, size)]
-
 
 class ShardedParameters:
     """Trainable parameters of the groups of an optimizer: this rank's shards of units, and new
@@ -118,15 +107,15 @@ class ShardedParameters:
     holds of it. Where a ``cost`` says that each is stepped whole, shards of units are ``OwnedParameters``.
 
     Parameters are numbered in the order of the groups, frozen ones too. ``held`` are the pieces that this
-    rank steps by number, in that order; ``owned`` all parameters that are sharded, here or elsewhere.
+    rank steps by number, in that order; ``owned`` all parameters that are sharded, here or elsewhere, with
+    address and shape of those that are in flat memory.
     """
 
     def __init__(self, group: Group, cost: Cost | None, *, aligned: bool = True) -> None:
         self._group, self.cost, self._aligned = group, cost, aligned
         self.spaces: list[FlatParameters | OwnedParameters | Unit] = []
         self.held: dict[int, ParameterShard] = {}
-        self.owned: list[Tensor] = []
-        self.matrices: list[OwnedParameters] = []  # in ``spaces``
+        self.owned: dict[Tensor, tuple[int, torch.Size] | None] = {}
 
     def take(self, groups: Sequence[Mapping[str, Any]], first_group: int) -> list[list[Tensor]]:
         """Take the parameters of the groups from ``first_group`` on; the own pieces of each. Collective."""
@@ -135,7 +124,7 @@ class ShardedParameters:
         divided: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Unit]]] = {}
         flat: dict[tuple[torch.dtype, torch.device, Home | None], list[Tensor]] = {}
         for p in (p for group in groups[first_group:] for p in group["params"] if p.requires_grad):
-            self.owned.append(p)
+            self.owned[p] = None
             if not isinstance(there := homes.home(p), Unit):
                 if there is None or there.num_shares(p):
                     flat.setdefault((p.dtype, p.device, there), []).append(p)
@@ -150,12 +139,11 @@ class ShardedParameters:
             ]
             matrices = [OwnedParameters(x, self.cost, self._group) for x in divided.values() if self.cost]
         self.spaces += [*units.values(), *made, *matrices]
-        self.matrices += matrices
-        trainable = set(map(id, self.owned))
+        self.owned |= {p: (p.data_ptr(), p.shape) for space in made for p in space.parameters}
         # The local optimizer is one of its own, whose steps are not those of the parameters' optimizer.
         pieces = [replace(x, tensor=x.tensor.detach()) for unit in units.values() for x in unit.held]
         pieces += [x for space in (*made, *matrices) for x in space.held]
-        held = {numbers[id(x.parameter)]: x for x in pieces if id(x.parameter) in trainable}
+        held = {numbers[id(x.parameter)]: x for x in pieces if x.parameter in self.owned}
         self.held |= {number: held[number] for number in sorted(held)}
         return [
             [held[numbers[id(p)]].tensor for p in group["params"] if numbers[id(p)] in held]
@@ -163,16 +151,8 @@ class ShardedParameters:
         ]
 
     @property
-    def weights(self) -> Iterator[ParameterShard]:
-        """What this rank holds of the parameters between two steps."""
-        there = [x for x in (*homes.homes(self.owned), *self.spaces) if isinstance(x, Unit | FlatParameters)]
-        found = {id(x.parameter): x for space in there for x in space.held}
-        return (found[id(p)] for p in self.owned if id(p) in found)
-
-    def moved(self) -> Tensor | None:
-        """A parameter whose memory is not here any more, if there is one."""
-        found = (space.moved() for space in self.spaces if isinstance(space, FlatParameters))
-        return next((p for p in found if p is not None), None)
+    def matrices(self) -> list[OwnedParameters]:
+        return [space for space in self.spaces if isinstance(space, OwnedParameters)]
 
     def set_gradients(self) -> None:
         """Every piece gets its part of its parameter's gradient, unless it was gathered."""
@@ -184,11 +164,6 @@ class ShardedParameters:
                 held.tensor.grad = gradient.detach()
             else:
                 held.tensor.grad = held.part_of(gradient)
-
-    def drop_gradients(self) -> None:
-        """The pieces keep no gradient alive."""
-        for held in self.held.values():
-            held.tensor.grad = None
 
     @property
     def bytes_to_share(self) -> int:

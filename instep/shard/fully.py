@@ -22,7 +22,7 @@ arXiv 1910.02054, sections 5.2 and 5.3; in place, by a class of its own, as in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from instep.events import Recorder
 from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
+from instep.reduce.node_format import NodeFormat
+from instep.shard import checks
 from instep.shard.sharding import Sharding, ShardingOptions, subject_of
 from instep.state.homes import Wrapped, home
 from instep.step import optimizer_guard
@@ -90,8 +92,7 @@ class FullySharded(WrappedOnce):
     @property
     def sharding(self) -> Sharding:
         """The engine: units, gathers, reducer."""
-        found: Sharding = self.__dict__[KEY]
-        return found
+        return cast(Sharding, self.__dict__[KEY])
 
     @property
     def group(self) -> Group:
@@ -132,6 +133,7 @@ class FullySharded(WrappedOnce):
 
         Raises:
             ValueError, Desync, ReplicasDiffer, PeerLost: as ``DataParallel.micro_batches``.
+            RuntimeError: the module has left its group.
 
         Example:
             >>> for micro_batch in model.micro_batches(8):
@@ -139,7 +141,10 @@ class FullySharded(WrappedOnce):
             ...     loss_function(model(x[rows]), y[rows]).backward()
             >>> optimizer.step()
         """
-        return self.sharding.micro_batches(num_micro_batches, step)
+        sharding = self.sharding
+        if not sharding.session.close.alive:
+            raise RuntimeError("this sharded module has left its group: join another one first")
+        yield from sharding.session.micro_batches(sharding, num_micro_batches, step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -256,7 +261,7 @@ class FullySharded(WrappedOnce):
             gradients=lambda: [bucket.reduced for bucket in sharding.reducer.buckets],
             scratch=lambda: sharding.reducer.scratch,
             counter=sharding,
-            nodes=str(sharding.options.node_format),
+            nodes=str(sharding.options.nodes),
             leave=sharding.leave,
             join=sharding.join,
             settled=lambda: sharding.reducer.settled(),
@@ -325,10 +330,17 @@ def fully_shard(
 
     def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
         require_reducible(module)
+        checks.require_no_pipeline(module)
         optimizer_guard.require_unowned([*module.parameters()])
-        _require_free_names(module)
-        rest = (init_sync, find_unused_parameters, seed, overlap, nodes, rounding)
-        return ShardingOptions(stage, compute_dtype, *rest)
+        added = [name for name in vars(FullySharded) if not name.startswith("_")]
+        taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]
+        if taken:
+            raise ValueError(
+                f"the module has an attribute {taken[0]!r} of its own, which fully_shard would hide: give it "
+                "another name, or shard a module around it"
+            )
+        rest = (init_sync, find_unused_parameters, seed, overlap)
+        return ShardingOptions(stage, compute_dtype, *rest, NodeFormat(nodes, rounding, seed))
 
     sharding = Sharding(
         module,
@@ -342,11 +354,6 @@ def fully_shard(
     module.__dict__[KEY] = sharding
     module.__class__ = type(f"FullySharded{sharding.kind.__name__}", (FullySharded, sharding.kind), {})
     return module
-
-
-def shardings(module: nn.Module) -> Iterator[Sharding]:
-    """Of ``module`` and of what in it is sharded by itself."""
-    return (found for m in module.modules() if (found := m.__dict__.get(KEY)) is not None)
 
 
 @contextmanager
@@ -371,10 +378,14 @@ def gathered(module: nn.Module) -> Iterator[None]:
         >>> shape
         torch.Size([96, 8])
     """
-    with ExitStack() as stack:
-        for sharding in shardings(module):
-            stack.enter_context(sharding.gathered())
-        yield
+    with ExitStack() as stack, torch.no_grad():
+        for sharding in [m.__dict__[KEY] for m in module.modules() if KEY in m.__dict__]:
+            optimizer_guard.require_between_steps(sharding.reducer.optimizer_parameters, "instep.gathered()")
+            for unit in sharding.units:
+                if not unit.is_made_whole:
+                    stack.enter_context(unit.made_whole(sharding.gathers.masters(unit)))
+        with torch.enable_grad():
+            yield
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -393,6 +404,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         float32 with a smaller ``compute_dtype``.
 
     Raises:
+        ValueError: inside a loop over ``micro_batches``.
         Desync, PeerLost: other ranks do something else, or one did not come.
 
     Example:
@@ -401,36 +413,15 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> weights["0.weight"].shape
         torch.Size([96, 8])
     """
-    held = module.state_dict(keep_vars=True)
-    fetched: dict[int, Tensor] = {}
-    for sharding in shardings(module):
-        for unit in sharding.units:
-            fetched |= zip(map(id, unit.parameters), sharding.gathers.masters(unit), strict=True)
-    for x in held.values():
-        there = home(x) if isinstance(x, Tensor) and id(x) not in fetched else None
-        if there is not None and (value := there.fetch(x)) is not None:
-            fetched[id(x)] = value
-    if not fetched.keys() <= set(map(id, held.values())):  # a hook makes others of them
-        with gathered(module):
-            return {name: _own_copy(x, {}) for name, x in module.state_dict().items()}
-    return {name: _own_copy(x, fetched) for name, x in held.items()}
-
-
-def _own_copy(x: Any, fetched: Mapping[int, Tensor]) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return fetched[id(x)].clone() if id(x) in fetched else x.detach().clone()
-
-
-def _require_free_names(module: nn.Module) -> None:
-    """Raise ``ValueError`` if ``module`` has an attribute that one of ``FullySharded`` would hide."""
-    added = [name for name in vars(FullySharded) if not name.startswith("_")]
-    taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]
-    if taken:
-        raise ValueError(
-            f"the module has an attribute {taken[0]!r} of its own, which fully_shard would hide: give it "
-            "another name, or shard a module around it"
-        )
+    found = {}
+    with gathered(module):
+        for name, x in module.state_dict(keep_vars=True).items():
+            if isinstance(x, Tensor):
+                there = home(x)
+                value = None if there is None else there.fetch(x)
+                x = x.detach().clone() if value is None else value
+            found[name] = x
+    return found
 
 
 fully_shard.__module__ = "instep"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -66,24 +66,28 @@ class Gathers:
         self._following: Work | None = None
         self.reduction: Lane | None = None  # of the gradients
 
-    def begin(self, units: Iterable[Unit]) -> None:
+    def begin(self, units: Sequence[Unit]) -> None:
         """Gather those of ``units`` that are not here, and go on meanwhile."""
         self.settle()  # what was gathered meanwhile may be here
         for unit in units:
             if unit.work is None and not unit.is_current:
-                require_outside_transform(unit)
+                if is_inside_transform():
+                    raise RuntimeError(
+                        f"weights of unit {unit.name!r} ({', '.join(unit.names)}) were needed inside of a "
+                        "transform of torch.func (grad, vjp, jacrev, jvp), where they cannot be gathered: "
+                        "use DataParallel and ShardedOptimizer for this module"
+                    )
                 unit.allocate()
-                name = _gathering(unit)
-                unit.work = self.lane.submit(name, partial(self._gather, unit, name, self._stream.computed()))
+                gather = partial(self._gather, unit, self._stream.computed())
+                unit.work = self.lane.submit(unit.gathering, gather)
 
-    def need(self, units: Iterable[Unit]) -> None:
+    def need(self, units: Sequence[Unit]) -> None:
         """Gather those of ``units`` that are not here, wait, and show them.
 
         Raises:
             Desync: the ranks gather different units, or one has left the step; on all ranks.
             PeerLost: a rank did not come.
         """
-        units = list(units)
         self.begin(units)
         works = [(unit, unit.work) for unit in units if unit.work is not None]
         if not all(work.done() for _, work in works):
@@ -104,19 +108,20 @@ class Gathers:
 
     def masters(self, unit: Unit) -> list[Tensor]:
         """All parameters of ``unit``, as the optimizer steps them, in new memory. Collective."""
-        flat, name = unit.masters(), _gathering(unit)
+        with torch.inference_mode(False):
+            flat = torch.zeros(unit.layout.num_elements, dtype=unit.dtype, device=unit.device)
+        unit.own_part(flat).copy_(unit.slice)
 
         def gather() -> None:
-            self._announce(unit.number, name)
-            all_gather(self._group, flat, name)
+            self._announce(unit.number, unit.gathering)
+            all_gather(self._group, flat, unit.gathering)
 
-        self.lane.run(name, gather).wait()
+        self.lane.run(unit.gathering, gather).wait()
         return unit.views_in(flat)
 
-    def follow(self) -> Work:
+    def follow(self) -> None:
         """Take part in what other ranks gather, until no rank gathers any more. Not awaited here."""
         self._following = self.lane.submit("what other ranks gather", self._follow)
-        return self._following
 
     def settle(self) -> None:
         """Wait until this rank need not follow any more."""
@@ -146,10 +151,10 @@ class Gathers:
         if self.lane.failed is not None and not isinstance(self.lane.failed, PeerLost):
             self.lane.reset()
 
-    def _gather(self, unit: Unit, name: str, computed: Any) -> None:
+    def _gather(self, unit: Unit, computed: Any) -> None:
         with self._stream.after(computed):
-            self._announce(unit.number, name)
-            self._fill(unit, name)
+            self._announce(unit.number, unit.gathering)
+            self._fill(unit, unit.gathering)
 
     def _fill(self, unit: Unit, name: str) -> None:
         size = unit.flat.numel() * unit.flat.itemsize
@@ -188,18 +193,10 @@ class Gathers:
         others = {x for x in said if x != IDLE}
         if len(others) > 1:
             self._has_left = True
-            lines = [
-                f"rank {rank} gathers {self._describe(x)}" for rank, x in zip(group.ranks, said, strict=True)
-            ]
+            names = ["nothing" if x == IDLE else f"unit {self._units[x].name!r}" for x in said]
+            lines = [f"rank {rank} gathers {x}" for rank, x in zip(group.ranks, names, strict=True)]
             raise Desync(f"{'; '.join(lines)}: {SAME_ORDER}")
         return others.pop() if others else IDLE
-
-    def _describe(self, number: int) -> str:
-        return "nothing" if number == IDLE else f"unit {self._units[number].name!r}"
-
-
-def _gathering(unit: Unit) -> str:
-    return f"the gather of unit {unit.name!r}"
 
 
 class UnitHooks:
@@ -224,7 +221,7 @@ class UnitHooks:
         self._last: nn.Module | None = None  # which came last, in this forward or backward
         self._running: Counter[nn.Module] = Counter()  # calls that have not returned
         self._here: dict[nn.Module, None] = {}  # whose units are gathered, or are on their way
-        self._closed: set[int] = set()  # units whose gradients have all come, by number
+        self.closed: set[int] = set()  # units whose gradients of the open micro-batch have come, by number
         self._in_backward = False
         self._stays = False  # a graph needs what this backward has gathered
         self._pinned: set[nn.Module] = set()  # whose weights such a graph needs
@@ -235,16 +232,12 @@ class UnitHooks:
             self.hooks.append(m.register_forward_pre_hook(Hook(enter), prepend=True))
             self.hooks.append(m.register_forward_hook(Hook(leave), always_call=True))
 
-    def closed(self, unit: Unit) -> None:
-        """All gradients of ``unit`` have come, of the open micro-batch."""
-        self._closed.add(unit.number)
-
     def ended(self) -> None:
         """Backward has ended, or will not: no weights are needed any more."""
         if not (self._in_backward or self._running):
             return
         self._in_backward, self._last = False, None
-        self._closed.clear()
+        self.closed.clear()
         self._running.clear()
         self._pinned = {*self._here} if self._stays else set()
         self._stays = False
@@ -297,7 +290,7 @@ class UnitHooks:
         """Backward has come to an output of ``m``."""
         if not self._in_backward:
             self._in_backward, self._last = True, None
-            self._closed.clear()
+            self.closed.clear()
             self._gathers.recover()
             require_eager_autograd()
             torch.autograd.Variable._execution_engine.queue_callback(weakly(self.ended))
@@ -315,7 +308,8 @@ class UnitHooks:
             for other in list(self._here):
                 if other in stay or self._running[other]:
                     continue
-                if not backward or not any(map(self._awaits_gradients, self._units[other])):
+                awaits = (unit.trainable and unit.number not in self.closed for unit in self._units[other])
+                if not (backward and any(awaits)):
                     self._free(other)
         self._here[m] = None
         for unit in self._units[m]:
@@ -330,9 +324,6 @@ class UnitHooks:
             self._here[after] = None
             self._gathers.begin(self._units[after])
 
-    def _awaits_gradients(self, unit: Unit) -> bool:
-        return unit.trainable and unit.number not in self._closed
-
     def _free(self, m: nn.Module) -> None:
         for unit in self._units[m]:
             unit.hide()
@@ -346,13 +337,3 @@ def is_inside_transform() -> bool:
     """Whether a transform of torch.func runs this code that would wrap new tensors; in some 100 ns."""
     levels = _functorch.get_interpreter_stack()
     return levels is not None and any(level.key() != VMAP for level in levels)
-
-
-def require_outside_transform(unit: Unit) -> None:
-    """Raise ``RuntimeError`` if the weights of ``unit`` would be gathered in a transform."""
-    if is_inside_transform():
-        raise RuntimeError(
-            f"weights of unit {unit.name!r} ({', '.join(unit.names)}) were needed inside of a transform of "
-            "torch.func (grad, vjp, jacrev, jvp), where they cannot be gathered: use DataParallel and "
-            "ShardedOptimizer for this module"
-        )

@@ -62,10 +62,8 @@ class FlatLayout:
 
     def slices_with(self, parameter: int) -> list[int]:
         """The ranks whose slices have some of ``parameter``, by its number, as in ``pieces``."""
-        first, length = self.offsets[parameter], self.lengths[parameter]
-        if not length:
-            return [0]
-        return list(range(first // self.slice_length, (first + length - 1) // self.slice_length + 1))
+        parts = [self.part(parameter, rank) for rank in range(self.num_ranks)]
+        return [rank for rank, (first, last) in enumerate(parts) if first < last] or [0]
 
 
 Cost = Callable[[Sequence[int]], int]
@@ -105,14 +103,12 @@ def owners(costs: Sequence[int], num_ranks: int) -> list[int]:
     return found
 
 
-def keep_whole(
-    lengths: Sequence[int], num_ranks: int, granule: int, costs: Sequence[int] | None = None
-) -> FlatLayout:
-    """No parameter crosses an edge: each is in the slice of its owner, by ``costs``, else by ``lengths``.
+def keep_whole(lengths: Sequence[int], num_ranks: int, granule: int, costs: Sequence[int]) -> FlatLayout:
+    """No parameter crosses an edge: each is in the slice of its owner, by ``costs`` of stepping them.
 
     A slice is as long as the longest.
     """
-    owned_by = owners(lengths if costs is None else costs, num_ranks)
+    owned_by = owners(costs, num_ranks)
     members = [[i for i, owner in enumerate(owned_by) if owner == rank] for rank in range(num_ranks)]
     placed = [place([lengths[i] for i in own], granule) for own in members]
     length = slice_length(max(end for _, end in placed), 1, BLOCK_ELEMENTS)

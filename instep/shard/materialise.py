@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.rng.generators import seed_generator
-from instep.rng.keys import InitializesByName, derive
+from instep.rng.keys import derive
 from instep.state.hash import SHORT, tensor_digest
 from instep.state.shards import elements
 
@@ -29,7 +29,9 @@ ALIKE = ": pass materialise() the same seed on all ranks, or a function that fil
 class Unfilled(Protocol):
     """Parameters of one dtype that have no values yet, and are filled together.
 
-    Inside ``made_whole(values)`` the module's parameters are ``values``; what was written to them is kept.
+    ``empty(i)`` is memory for all of parameter i, in its own dtype and order: random numbers are drawn in
+    this. Inside ``made_whole(values)`` the module's parameters are ``values``; what was written to them is
+    kept.
     """
 
     name: str
@@ -39,13 +41,9 @@ class Unfilled(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def empty(self, i: int) -> Tensor:
-        """Memory for all of parameter i, in its own dtype and order: random numbers are drawn in this."""
-        ...
+    def empty(self, i: int) -> Tensor: ...
 
     def made_whole(self, values: Sequence[Tensor]) -> AbstractContextManager[None]: ...
-
-    def keep(self, i: int, values: Tensor) -> None: ...
 
 
 def materialise(module: nn.Module, units: Sequence[Unfilled], init: Init | None, seed: int) -> list[str]:
@@ -55,11 +53,13 @@ def materialise(module: nn.Module, units: Sequence[Unfilled], init: Init | None,
     is of the first block of each.
     """
     made: list[str] = []
-    if init is None and hasattr(module, "init_parameter"):
-        init = _by_name(module, seed)  # type: ignore[arg-type]
+    init = init or _by_name(module, seed)
     if init is not None:
         for unit in units:
-            _fill(unit, init, made)
+            with _whole([unit]):
+                for name, p in zip(unit.names, unit.parameters, strict=True):
+                    init(name, p.detach())
+                    made.append(_line(name, p))
     else:
         _reset(module, units, seed, made)
     _require_buffers(module)
@@ -67,24 +67,31 @@ def materialise(module: nn.Module, units: Sequence[Unfilled], init: Init | None,
 
 
 def prepare(module: nn.Module, units: Sequence[Unfilled], init: Init | None, seed: int) -> None:
-    """Look whether ``materialise`` can fill ``units`` later, and fill buffers on the meta device.
-
-    A submodule may fill its parameters with its buffers: these have memory meanwhile.
-    """
-    if init is None and not hasattr(module, "init_parameter"):
-        names = {m: name for name, m in module.named_modules()}
-        for m in _resetting(module, units):
-            _require_reset(m, names[m])
-        with torch.random.fork_rng(devices=[]):
-            for m in _children_first(module):
-                if _has_meta_buffers(m) and _reset_of(m) is not None:
-                    mine = {id(p) for p in m._parameters.values()}
-                    own = [unit for unit in units if any(id(p) in mine for p in unit.parameters)]
-                    with _whole(own):
-                        torch.manual_seed(derive(seed, "init", names[m]))
-                        _make_buffers(m, units[0].device)
-                        _require_reset(m, names[m])()
+    """Look whether ``materialise`` can fill ``units`` later, and fill buffers on the meta device."""
+    if (init or _by_name(module, seed)) is None:
+        for name, m in _resetting(module, units):
+            _reset_of(m, name)
+        _fill_buffers(module, units, seed, units[0].device)
     _require_buffers(module)
+
+
+def _fill_buffers(module: nn.Module, units: Sequence[Unfilled], seed: int, device: torch.device) -> None:
+    """Let submodules fill their buffers on the meta device, with memory for ``units`` for that long."""
+    for name, m in _children_first(module):
+        if any(x is not None and x.is_meta for x in m._buffers.values()) and _has_reset(m):
+            mine = {id(p) for p in m._parameters.values()}
+            with _whole([unit for unit in units if any(id(p) in mine for p in unit.parameters)]):
+                _fill_by_itself(m, name, seed, device)
+
+
+def _fill_by_itself(m: nn.Module, name: str, seed: int, device: torch.device) -> None:
+    """Let ``m`` fill its parameters, which have memory, and its buffers, which get some on ``device``."""
+    for key, x in m._buffers.items():
+        if x is not None and x.is_meta:
+            m._buffers[key] = torch.zeros_like(x, device=device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "init", name))
+        _reset_of(m, name)()
 
 
 def _require_buffers(module: nn.Module) -> None:
@@ -96,8 +103,10 @@ def _require_buffers(module: nn.Module) -> None:
             )
 
 
-def _by_name(module: InitializesByName, seed: int) -> Init:
-    """The module's own ``init_parameter``, with the numbers of ``rng.keys.initialize``."""
+def _by_name(module: Any, seed: int) -> Init | None:
+    """The module's own ``init_parameter``, if it has one, with the numbers of ``rng.keys.initialize``."""
+    if not hasattr(module, "init_parameter"):
+        return None
 
     def init(name: str, tensor: Tensor) -> None:
         generator = torch.Generator()
@@ -114,68 +123,42 @@ def _line(name: str, values: Tensor) -> str:
     return f"{name}, which begins with the hash {tensor_digest(first).hex()[:SHORT]}"
 
 
-def _fill(unit: Unfilled, init: Init, made: list[str]) -> None:
-    with torch.no_grad():
-        for i, name in enumerate(unit.names):
-            values = unit.empty(i)
-            init(name, values)
-            unit.keep(i, values)
-            made.append(_line(name, values))
-
-
 def _reset(module: nn.Module, units: Sequence[Unfilled], seed: int, made: list[str]) -> None:
     """Let the submodules fill their parameters themselves, children first, as at their construction."""
-    names = {m: name for name, m in module.named_modules()}
     by_place: dict[str, list[Unfilled]] = {}
     for unit in units:
         by_place.setdefault(unit.name, []).append(unit)
     for own in by_place.values():
-        with _whole(own), torch.random.fork_rng(devices=[]):
-            for m in _resetting(module, own):
-                torch.manual_seed(derive(seed, "init", names[m]))
-                _make_buffers(m, own[0].device)
-                _require_reset(m, names[m])()
+        with _whole(own):
+            for name, m in _resetting(module, own):
+                _fill_by_itself(m, name, seed, own[0].device)
             for unit in own:
                 made += [_line(name, p) for name, p in zip(unit.names, unit.parameters, strict=True)]
-    for m in _children_first(module):
-        if _has_meta_buffers(m) and _reset_of(m) is not None:
-            _make_buffers(m, units[0].device if units else torch.device("cpu"))
-            _require_reset(m, names[m])()
+    _fill_buffers(module, (), seed, units[0].device if units else torch.device("cpu"))
 
 
-def _resetting(module: nn.Module, units: Sequence[Unfilled]) -> Iterator[nn.Module]:
+def _resetting(module: nn.Module, units: Sequence[Unfilled]) -> Iterator[tuple[str, nn.Module]]:
     """The submodules that fill the parameters of ``units``, in the order in which they do."""
     pending = {id(p) for unit in units for p in unit.parameters}
     done: set[int] = set()
-    for m in _children_first(module):
+    for name, m in _children_first(module):
         mine = {id(p) for p in m._parameters.values() if p is not None}
         if mine & pending and not mine <= done:
-            yield m
+            yield name, m
             done |= mine
 
 
-def _reset_of(m: nn.Module) -> Callable[[], object] | None:
-    return next((getattr(m, name) for name in RESETS if callable(getattr(m, name, None))), None)
+def _has_reset(m: nn.Module) -> bool:
+    return any(callable(getattr(m, name, None)) for name in RESETS)
 
 
-def _require_reset(m: nn.Module, name: str) -> Callable[[], object]:
-    reset = _reset_of(m)
-    if reset is None:
+def _reset_of(m: nn.Module, name: str) -> Callable[[], object]:
+    if not _has_reset(m):
         raise ValueError(
             f"{name or 'the module'!r}, a {type(m).__name__}, has parameters on the meta device and no "
             "reset_parameters(): pass materialise(init=...), which fills one parameter at a time"
         )
-    return reset
-
-
-def _has_meta_buffers(m: nn.Module) -> bool:
-    return any(x is not None and x.is_meta for x in m._buffers.values())
-
-
-def _make_buffers(m: nn.Module, device: torch.device) -> None:
-    for key, x in m._buffers.items():
-        if x is not None and x.is_meta:
-            m._buffers[key] = torch.zeros_like(x, device=device)
+    return next(reset for key in RESETS if callable(reset := getattr(m, key, None)))
 
 
 @contextmanager
@@ -187,15 +170,15 @@ def _whole(units: Sequence[Unfilled]) -> Iterator[None]:
         yield
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All that is in ``module``, by name, in the order of construction."""
     seen: set[nn.Module] = set()
 
-    def look(m: nn.Module) -> Iterator[nn.Module]:
-        if m in seen:
-            return
-        seen.add(m)
-        for child in m.children():
-            yield from look(child)
-        yield m
+    def look(name: str, m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if m not in seen:
+            seen.add(m)
+            for key, child in m.named_children():
+                yield from look(f"{name}.{key}".lstrip("."), child)
+            yield name, m
 
-    yield from look(module)
+    yield from look("", module)

@@ -42,7 +42,8 @@ class OwnedParameters(Home):
     def __init__(self, members: Sequence[tuple[Tensor, Unit]], cost: Cost, group: Group) -> None:
         self.parameters, self.names = [p for p, _ in members], [""] * len(members)
         self.group = self.everyone = group
-        self._parts = [[unit.part_on(p, rank) for rank in range(group.size)] for p, unit in members]
+        numbers = [(unit.layout, unit.number_of(p)) for p, unit in members]
+        self._parts = [[layout.part(i, rank) for rank in range(group.size)] for layout, i in numbers]
         shapes = [unit.shape_of(p) for p, unit in members]
         self._nbytes = [shape.numel() * p.itemsize for shape, p in zip(shapes, self.parameters, strict=True)]
         self._owners = owners(list(map(cost, shapes)), group.size)

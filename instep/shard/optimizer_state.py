@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -48,21 +48,25 @@ def gather_state(
         TypeError: some state is neither a tensor nor a number or a string; on all ranks.
     """
 
-    def tell(described: tuple[list[dict[str, Any]], list[Tensor | None]]) -> bytes:
-        return json.dumps(described[0]).encode()
+    held = [
+        (number, piece, key, value)
+        for number, piece in shards.held.items()
+        for key, value in local.state.get(piece.tensor, {}).items()
+    ]
 
-    describe = partial(_describe, shards.held, local)
-    (_, tensors), rows = all_tell(group, "the list of optimizer state", describe, tell, limit=LIMIT_BYTES)
+    def describe() -> bytes:
+        return json.dumps([_describe(*each) for each in held]).encode()
+
+    _, rows = all_tell(group, "the list of optimizer state", describe, bytes, limit=LIMIT_BYTES)
     whole: States = {}
     for rank, row in enumerate(rows):
-        entries = json.loads(row) if row else []
+        entries = json.loads(row)
         sizes = [round_up(entry["nbytes"], ALIGN) for entry in entries]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         parts = message.split(sizes)
-        if rank == group.rank:
-            for part, x in zip(parts, tensors, strict=True):
-                if x is not None:
-                    part[: x.nbytes].copy_(as_bytes(x))
+        for part, (*_, x) in zip(parts, held, strict=True) if rank == group.rank else ():
+            if isinstance(x, Tensor):
+                part[: x.nbytes].copy_(as_bytes(x))
         if message.numel():
             group.broadcast(message, f"the optimizer state of rank {group.ranks[rank]}", root=rank)
         for entry, part in zip(entries, parts, strict=True):
@@ -70,33 +74,22 @@ def gather_state(
     return {number: whole[number] for number in sorted(whole)}
 
 
-def _describe(
-    held: Mapping[int, ParameterShard], local: Optimizer
-) -> tuple[list[dict[str, Any]], list[Tensor | None]]:
-    """What this rank has, as JSON, and its tensors."""
-    headers: list[dict[str, Any]] = []
-    tensors: list[Tensor | None] = []
-    for number, piece in held.items():
-        for key, value in local.state.get(piece.tensor, {}).items():
-            entry = {"parameter": number, "first": piece.first, "last": piece.last, "key": key, "nbytes": 0}
-            if isinstance(value, Tensor):
-                value = value.detach()
-                entry |= {
-                    "moment": value.shape == piece.tensor.shape,
-                    "nbytes": value.numel() * value.itemsize,
-                    "shape": list(value.shape),
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                    "on_cpu": value.device.type == "cpu",
-                }
-            elif value is None or isinstance(value, bool | int | float | str):
-                entry["value"] = value
-            else:
-                raise TypeError(
-                    f"{key} of parameter {number}: expected a tensor, a number or a string, got {value!r:.80}"
-                )
-            headers.append(entry)
-            tensors.append(value if isinstance(value, Tensor) else None)
-    return headers, tensors
+def _describe(number: int, piece: ParameterShard, key: str, value: Any) -> dict[str, Any]:
+    """State of ``piece`` as JSON, without the values of a tensor."""
+    entry = {"parameter": number, "first": piece.first, "key": key, "nbytes": 0}
+    if isinstance(value, Tensor):
+        return entry | {
+            "moment": value.shape == piece.tensor.shape,
+            "nbytes": value.nbytes,
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "on_cpu": value.is_cpu,
+        }
+    if value is None or isinstance(value, bool | int | float | str):
+        return entry | {"value": value}
+    raise TypeError(
+        f"{key} of parameter {number}: expected a tensor, a number or a string, got {value!r:.80}"
+    )
 
 
 def _place(whole: States, entry: Mapping[str, Any], part: Tensor, parameter: Tensor) -> None:
@@ -135,11 +128,11 @@ def part_of(value: Any, name: str, held: ParameterShard, *, cut: bool) -> Any:
 
 
 def format_sharded(
-    held: Mapping[int, ParameterShard], local: Optimizer, groups: Groups, group: Group
+    held: Mapping[int, ParameterShard], states: Mapping[int, dict[str, Any]], groups: Groups, group: Group
 ) -> dict[str, Any]:
-    """The pieces of this rank, whose state ``local`` has."""
+    """The pieces of this rank, with the state of each."""
     pieces = [
-        {"parameter": number, "first": x.first, "last": x.last, "state": dict(local.state.get(x.tensor, {}))}
+        {"parameter": number, "first": x.first, "last": x.last, "state": states[number]}
         for number, x in held.items()
     ]
     place = {"rank": group.rank, "world_size": group.size}
@@ -148,12 +141,8 @@ def format_sharded(
 
 def numbered(groups: Groups) -> list[dict[str, Any]]:
     """The groups, with numbers for their parameters."""
-    numbered, begin = [], 0
-    for group in groups:
-        end = begin + len(group["params"])
-        numbered.append({**group, "params": list(range(begin, end))})
-        begin = end
-    return numbered
+    numbers = count()
+    return [{**group, "params": list(islice(numbers, len(group["params"])))} for group in groups]
 
 
 def saved_lines(saved: Mapping[str, Any]) -> list[str]:
@@ -161,16 +150,12 @@ def saved_lines(saved: Mapping[str, Any]) -> list[str]:
     lines = ["sharded state" if "sharded" in saved else "whole state"]
     lines += [f"group {i}: {options_text(group)}" for i, group in enumerate(saved["param_groups"])]
     for number, state in sorted(saved.get("state", {}).items()):
-        lines += [f"{key} of parameter {number}: {_shape(state[key])}" for key in sorted(state)]
+        for key, value in sorted(state.items()):
+            is_moment = isinstance(value, Tensor) and (value.numel() > 1 or not value.is_cpu)
+            lines.append(
+                f"{key} of parameter {number}: {tuple(value.shape) if is_moment else repr(value)[:80]}"
+            )
     return lines
-
-
-def _shape(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)[:80]
-    return (
-        repr(value.item()) if value.numel() == 1 and value.device.type == "cpu" else str(tuple(value.shape))
-    )
 
 
 def local_state(
@@ -194,11 +179,10 @@ def local_state(
     else:
         states = _from_whole(saved["state"], [x for part in ids for x in part], held, cut=cut)
     positions = {number: i for i, number in enumerate(held)}
-    packed, begin = [], 0
-    for part in saved["param_groups"]:
-        numbers = range(begin, begin + len(part["params"]))
-        begin = numbers.stop
-        packed.append({**group_options(part), "params": [positions[x] for x in numbers if x in positions]})
+    packed = [
+        {**group_options(part), "params": [positions[x] for x in part["params"] if x in positions]}
+        for part in numbered(saved["param_groups"])
+    ]
     return {"state": {positions[x]: state for x, state in states.items()}, "param_groups": packed}
 
 

@@ -14,7 +14,7 @@ a layer nothing is needed before it runs, and nothing after. What several units 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ def partition(module: nn.Module, units: Sequence[nn.Module] | None = None) -> li
     """The units of ``module``, the root first if it has any parameter, else in the order of registration.
 
     Every floating-point parameter is in one of them, frozen ones too, tied ones under their first name. A
-    parameter belongs to the innermost unit around it.
+    parameter belongs to the innermost unit around it. Units are split by dtype, device, and whether their
+    parameters are trained, because one flat buffer holds one kind.
 
     Args:
         units: submodules that shall be units, instead of the entries of lists.
@@ -58,77 +59,55 @@ def partition(module: nn.Module, units: Sequence[nn.Module] | None = None) -> li
             found[-1 if others else unit].append((name, parameter))
     made = []
     for i, pairs in found.items():
-        name, top = ("", module) if i < 0 else tops[i]
-        if pairs:
-            made.append(UnitMembers(name, top, tuple(n for n, _ in pairs), tuple(p for _, p in pairs)))
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, p in pairs:
+            kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((name, p))
+        place = ("", module) if i < 0 else tops[i]
+        made += [UnitMembers(*place, *zip(*own, strict=True)) for own in kinds.values()]
     return made
 
 
-def by_kind(members: UnitMembers) -> list[UnitMembers]:
-    """``members``, apart by dtype, device, and whether they are trained: what one flat memory can hold."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
-    for i, p in enumerate(members.parameters):
-        kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append(i)
-    return [
-        replace(
-            members,
-            names=tuple(members.names[i] for i in own),
-            parameters=tuple(members.parameters[i] for i in own),
-        )
-        for own in kinds.values()
-    ]
-
-
 def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Entries of the outermost lists, with their names, each once."""
+    """Entries of the outermost lists, with their names, each once; of a list in a list, its own entries."""
     found: dict[int, tuple[str, nn.Module]] = {}
 
     def look(inside: nn.Module, prefix: str) -> None:
         for name, child in inside.named_children():
-            if isinstance(inside, LISTS):
-                if next(child.parameters(), None) is not None:
-                    found.setdefault(id(child), (prefix + name, child))
-            else:
+            if not isinstance(inside, LISTS) or not _is_callable(child):
                 look(child, f"{prefix}{name}.")
+            elif next(child.parameters(), None) is not None:
+                found.setdefault(id(child), (prefix + name, child))
 
     look(module, "")
     return list(found.values())
 
 
 def _given(module: nn.Module, units: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    names: Mapping[int, str] = {id(m): name for name, m in module.named_modules()}
+    inside, given = set(module.modules()) - {module}, set(units)
     for i, unit in enumerate(units):
-        if id(unit) not in names or unit is module:
+        if unit not in inside or not _is_callable(unit):
             raise ValueError(
-                f"units[{i}], a {type(unit).__name__}: expected a submodule of the module that is sharded; "
-                "the whole of it is a unit already"
+                f"units[{i}], a {type(unit).__name__}: expected a submodule of the module that is sharded, "
+                "with a forward; the whole of it is a unit already"
             )
-    distinct = {id(unit): unit for unit in units}
-    order = {identity: i for i, identity in enumerate(names)}
-    return [(names[i], distinct[i]) for i in sorted(distinct, key=order.__getitem__)]
+    return [(name, m) for name, m in module.named_modules() if m in given]
 
 
 def _used(module: nn.Module, tops: Mapping[int, int]) -> Iterator[tuple[int, nn.Parameter]]:
-    """(unit, parameter) wherever a module has a parameter of its own; the unit is the innermost around it.
+    """(unit, parameter) wherever a module has a parameter of its own; the unit is the innermost around it."""
+    seen: set[tuple[int, int]] = set()
 
-    What is never called, as a ``ParameterList``, has its parameters used by the module around it.
-    """
-    seen: set[tuple[int, int, int]] = set()
-
-    def look(m: nn.Module, unit: int, user: int) -> Iterator[tuple[int, nn.Parameter]]:
+    def look(m: nn.Module, unit: int) -> Iterator[tuple[int, nn.Parameter]]:
         unit = tops.get(id(m), unit)
-        user = unit if _is_callable(m) else user
-        if (id(m), unit, user) in seen:
-            return
-        seen.add((id(m), unit, user))
-        yield from ((user, p) for p in m._parameters.values() if p is not None)
-        for child in m.children():
-            yield from look(child, unit, user)
+        if (id(m), unit) not in seen:
+            seen.add((id(m), unit))
+            yield from ((unit, p) for p in m._parameters.values() if p is not None)
+            for child in m.children():
+                yield from look(child, unit)
 
-    yield from look(module, -1, -1)
+    yield from look(module, -1)
 
 
 def _is_callable(m: nn.Module) -> bool:
     """Whether ``m`` has a forward."""
-    # A class of torch.jit does not tell its forward.
-    return "forward" in m.__dict__ or getattr(type(m), "forward", None) is not nn.Module.forward
+    return "forward" in m.__dict__ or type(m).forward is not nn.Module.forward

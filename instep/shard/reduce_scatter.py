@@ -69,14 +69,13 @@ class SlicedBucket(Bundle):
         ]
         super().__init__(index, slots, wire_dtype(unit.dtype), unit.device, ranks.shard_group)
         self.unit, self.num_kept = unit, 0
-        self.replicate_group = ranks.replicate_group  # None where there is one shard group
         self.slice_length = unit.layout.slice_length * factor
         self.first = self.group.rank * self.slice_length  # of this rank's slice, its first element
         self.nodes = nodes.of_bucket(
             self.stretches, self.slice_length, self.group.size, self.dtype, self.device
         )
-        self._across = (
-            None if self.replicate_group is None else self._make_across(self.replicate_group, nodes)
+        self.across = (
+            None if ranks.replicate_group is None else self._make_across(ranks.replicate_group, nodes)
         )
         self._memory: list[Tensor] = []
         self.kept: list[Tensor] = []
@@ -100,8 +99,8 @@ class SlicedBucket(Bundle):
 
     def begin_nodes(self, *key: int) -> None:
         super().begin_nodes(*key)
-        if self._across is not None:
-            self._across.begin_nodes(*key)
+        if self.across is not None:
+            self.across.begin_nodes(*key)
 
     @property
     def num_elements(self) -> int:
@@ -117,19 +116,27 @@ class SlicedBucket(Bundle):
         return self._views[address]
 
     def keep(self, number: int) -> Tensor:
-        """Memory for partial sum ``number``."""
+        """Memory for partial sum ``number``; somewhat more where it is cut for the exchange of replicas."""
+        across, align = self.across, align_bytes(self.device)
         while len(self.kept) <= number:
-            self._memory.append(self._allocate())
-            self.kept.append(self._memory[-1][: self.slice_length])
+            if across is None:
+                segment = allocate(self.slice_length * self.dtype.itemsize, align, self.device)
+                memory = segment.elements(self.dtype).zero_()
+            elif self.kept:
+                memory = across.group.allocate(across.nbytes, align, self.device).elements(self.dtype).zero_()
+            else:
+                memory = across.home
+            self._memory.append(memory)
+            self.kept.append(memory[: self.slice_length])
         return self.kept[number]
 
     def to_exchange(self, nodes: Sequence[Node], num_leaves: int) -> Bucket:
         """The slice as a bucket of its own, with the kept sums, of ``nodes``, for roots; to be reduced."""
-        assert self._across is not None
+        assert self.across is not None
         self.keep(0)  # a shard group without micro-batches receives
-        self._across.counter.reset(num_leaves)
-        self._across.counter.roots = list(zip(nodes, self._memory, strict=False))
-        return self._across
+        self.across.counter.reset(num_leaves)
+        self.across.counter.roots = list(zip(nodes, self._memory, strict=False))
+        return self.across
 
     def _make_across(self, replicate_group: Group, nodes: NodeFormat) -> Bucket:
         slot = Slot(0, 0, self.slice_length, torch.Size([self.slice_length]))
@@ -141,17 +148,6 @@ class SlicedBucket(Bundle):
                 parts.append(Stretch(x.parameter, begin - self.first, end - begin, begin - x.offset))
         kind = self.dtype, self.device, replicate_group
         return Bucket(self.index, [slot], *kind, nodes_format=nodes, parts=parts)
-
-    def _allocate(self) -> Tensor:
-        """Memory for a slice, of which some more is needed where it is cut for the exchange of replicas."""
-        align = align_bytes(self.device)
-        if self._across is None or self.replicate_group is None:
-            segment = allocate(self.slice_length * self.dtype.itemsize, align, self.device)
-        elif self._memory:
-            segment = self.replicate_group.allocate(self._across.nbytes, align, self.device)
-        else:
-            return self._across.home
-        return segment.elements(self.dtype).zero_()
 
 
 def allocate_staging(buckets: Sequence[SlicedBucket], group: Group, num_buffers: int) -> list[Tensor]:
@@ -192,7 +188,7 @@ class ReduceScatter(OrderedAllReduce):
         name = f"the exchange of unit {header.bucket} in round {header.round}"
         headers = self.exchange_headers(bucket, header, name)
         scale = None if by_group is None else mean_scale(headers, self.data_ranks)
-        across = bucket.replicate_group
+        across = bucket.across
         with self.recorder.span(
             "exchange", lane="communication", num_bytes=bucket.nodes.wire_bytes, bucket=header.bucket
         ):
@@ -203,7 +199,7 @@ class ReduceScatter(OrderedAllReduce):
             if across is not None:
                 plan = plan_sum(by_group, header.num_leaves)
                 roots = bucket.to_exchange(turn.nodes, header.num_leaves)
-                self._transport_of(across).reduce(roots, plan, scale, name)
+                self._transport_of(across.group).reduce(roots, plan, scale, name)
                 bucket.num_kept = 1
             if bucket.reduced is not bucket.kept[0]:
                 bucket.reduced.copy_(bucket.kept[0])

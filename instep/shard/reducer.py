@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -40,9 +40,6 @@ from instep.shard.round_plan import Round, deal, plan_rounds, ranges
 from instep.shard.shard_groups import ShardRanks
 from instep.shard.unit import Unit
 from instep.step.reduction import Reduction, ReductionOptions, StepPlan
-from instep.step.replica_watch import Replica
-
-OWN_HOOKS = 1  # which raises (sharding.py)
 
 
 class SliceReducer(Reduction, GradientPeers):
@@ -95,7 +92,11 @@ class SliceReducer(Reduction, GradientPeers):
                 entry(p).peers = weakref.ref(self)
         self._overlaps = overlap
         self._reordered = True  # units leave in the order in which they were made, from the last to the root
-        self.buckets = self._make_buckets()
+        # One per unit: those of the last layers first, whose gradients come first; the root's last.
+        position = {id(p): i for i, p in enumerate(self.parameters)}
+        positions = [[position[id(p)] for p in unit.whole] for unit in units]
+        order = sorted(range(len(units)), key=lambda k: -min(positions[k]))
+        self.buckets = [SlicedBucket(units[k], i, positions[k], ranks, nodes) for i, k in enumerate(order)]
         self.place = {slot.position: bucket for bucket in self.buckets for slot in bucket.slots}
         self.exchange = self.reduce_scatter = ReduceScatter(
             ranks.whole,
@@ -105,7 +106,10 @@ class SliceReducer(Reduction, GradientPeers):
         )
         self._num_staged = NUM_BUFFERS if ranks.shard_group.size > 1 else 1
         self._staging = allocate_staging(self.buckets, ranks.shard_group, self._num_staged)
-        self._watch_over(*self._replicas())
+        names_of = {id(p): name for p, name in zip(self.optimizer_parameters, self.names, strict=True)}
+        held = [(names_of[id(x.parameter)], x.tensor) for unit in self.units for x in unit.held]
+        num_ranks, num_slices = self.group.size, ranks.shard_group.size
+        self._watch_over(held.copy, [range(first, num_ranks, num_slices) for first in range(num_slices)])
         self._rounds: tuple[Round, ...] = ()
         self._by_group: Sequence[range] = ()  # the leaves of this reduction
         self._staged_leaf = 0  # what goes into staging memory is of this leaf
@@ -120,15 +124,7 @@ class SliceReducer(Reduction, GradientPeers):
 
     def settled(self) -> None:
         """Writes to shards until now were the same on all ranks."""
-        self._versions = self._shard_versions()
-
-    def _replicas(self) -> tuple[Callable[[], Sequence[Replica]], Sequence[Sequence[int]]]:
-        """What this rank holds that others hold too, and which ranks hold the same."""
-        num_ranks, num_slices = self.group.size, self.ranks.shard_group.size
-        held = [x for unit in self.units for x in unit.held]
-        names = {id(p): name for p, name in zip(self.optimizer_parameters, self.names, strict=True)}
-        named = [(names[id(x.parameter)], x.tensor) for x in held]
-        return named.copy, [range(first, num_ranks, num_slices) for first in range(num_slices)]
+        self._versions = [p._version for p in self.optimizer_parameters]
 
     def assign(self, num_leaves: int) -> StepPlan:
         ranks = self.ranks
@@ -139,17 +135,15 @@ class SliceReducer(Reduction, GradientPeers):
     def refusal(self, optimizer: Optimizer) -> str | None:
         if isinstance(optimizer, ShardedOptimizer):
             return None
-        problem = checks.why_not_in_slices(type(optimizer), optimizer.defaults)
-        if problem is None and self.group.size > 1:
-            problem = checks.why_not_rounded_alike(optimizer.param_groups)
+        problem = checks.why_not_on_shards(optimizer, self.group.size)
         return None if problem is None else f"is sharded: {problem}"
 
     def steps_now(self, optimizer: Optimizer) -> None:
         super().steps_now(optimizer)
         if self.group.size > 1 and not isinstance(optimizer, ShardedOptimizer):
-            checks.guard_state_dict(optimizer)
-            checks.require_state_of_shards(optimizer)
-        self._update_digest = zlib.crc32(checks.describe_update(optimizer).encode(), self._update_digest)
+            checks.guard_state(optimizer)
+        step = repr(checks.describe_step(optimizer.param_groups))
+        self._update_digest = zlib.crc32(step.encode(), self._update_digest)
 
     def stepped(self) -> None:
         increment_version(self.optimizer_parameters)  # fused optimizers write past torch's count of writes
@@ -170,7 +164,11 @@ class SliceReducer(Reduction, GradientPeers):
             if is_placed:
                 self.optimizer_parameters[i].grad = None
         self._unreduced.clear()
-        self._compare_writes()
+        before = self._versions
+        self.settled()
+        if self._versions != before:  # writes since the last step, of which all ranks have to make the same
+            counts = [now - then for now, then in zip(self._versions, before, strict=True)]
+            self._update_digest = zlib.crc32(repr(counts).encode(), self._update_digest)
         for i, p in enumerate(self.optimizer_parameters):
             if p.grad is not None:  # added to; it may lie where the new one will
                 self._update_digest = zlib.crc32(b"%d" % i, self._update_digest)
@@ -203,15 +201,6 @@ class SliceReducer(Reduction, GradientPeers):
             if isinstance(p.grad, GradientShard):
                 p.grad.instep_is_zeroed = False
                 self._unreduced[i] = p.grad, is_placed
-
-    def require_no_hooks(self) -> None:
-        """Raise ``ValueError`` if a shard has a hook of the user's, which no gradient would ever call."""
-        for name, p in zip(self.names, self.optimizer_parameters, strict=True):
-            if len(p._backward_hooks or ()) > OWN_HOOKS or p._post_accumulate_grad_hooks:
-                raise ValueError(
-                    f"parameter {name!r} has a hook, and is a shard, to which autograd never comes: edit "
-                    "gradients after backward, or use a hook of the module or of its output"
-                )
 
     def drop_discarded(self) -> None:
         """What ``no_sync`` has kept goes where ``zero_grad()`` has been called since."""
@@ -256,7 +245,11 @@ class SliceReducer(Reduction, GradientPeers):
         self._report_unused()
         for bucket in self.buckets:
             for k in bucket.present_on_some():
-                self._give(bucket.slots[k].position, bucket.pieces[k])
+                i = bucket.slots[k].position
+                if (before := self.optimizer_parameters[i].grad) is None:
+                    self._set_gradient(i, bucket.pieces[k])
+                else:
+                    before.detach().add_(bucket.pieces[k])
         self._succeeded()
 
     def leave(self) -> None:
@@ -304,26 +297,6 @@ class SliceReducer(Reduction, GradientPeers):
         """Once in a backward, as autograd has it: to wait for the end would need memory for all gradients."""
         return None if i in self._unsteady or self.is_nested() else 1
 
-    @property
-    def _num_exchanges(self) -> int:
-        return len(self._rounds) * len(self.buckets)
-
-    def _make_buckets(self) -> list[SlicedBucket]:
-        """One per unit: those of the last layers first, whose gradients come first; the root's last."""
-        position = {id(p): i for i, p in enumerate(self.parameters)}
-        positions = [[position[id(p)] for p in unit.whole] for unit in self.units]
-        order = sorted(range(len(self.units)), key=lambda k: -min(positions[k]))
-        how = self.ranks, self.options.nodes
-        return [SlicedBucket(self.units[k], i, positions[k], *how) for i, k in enumerate(order)]
-
-    def _give(self, i: int, piece: Tensor) -> None:
-        """The reduced gradient of parameter i is its shard's ``.grad``, or is added to it."""
-        before = self.optimizer_parameters[i].grad
-        if before is None:
-            self._set_gradient(i, piece)
-        else:
-            before.detach().add_(piece)
-
     def _set_gradient(self, i: int, values: Tensor) -> None:
         is_part = self.ranks.shard_group.size > 1
         self.optimizer_parameters[i].grad = gradient_shard(
@@ -337,17 +310,6 @@ class SliceReducer(Reduction, GradientPeers):
         for p in self.optimizer_parameters:
             p.grad = None
         self.local = [False] * len(self.names)
-
-    def _shard_versions(self) -> list[int]:
-        return [p._version for p in self.optimizer_parameters]
-
-    def _compare_writes(self) -> None:
-        """Note writes to shards since the last step; all ranks have to make the same ones."""
-        versions = self._shard_versions()
-        if versions != self._versions:
-            counts = [now - before for now, before in zip(versions, self._versions, strict=True)]
-            self._update_digest = zlib.crc32(repr(counts).encode(), self._update_digest)
-            self._versions = versions
 
     def _header(self, bucket: Bundle, plan: StepPlan, round: int = 0) -> Header:
         return super()._header(bucket, plan, round)._replace(update_digest=self._update_digest)
@@ -370,7 +332,7 @@ class SliceReducer(Reduction, GradientPeers):
         """
         assert isinstance(bucket, SlicedBucket)
         bucket.ready_ns = bucket.ready_ns or time.monotonic_ns()
-        self._hooks.closed(bucket.unit)
+        self._hooks.closed.add(bucket.unit.number)
         self._waiting.add(bucket.index)
         while self._num_launched in self._waiting and self._num_launched + 1 < len(self.buckets):
             self._launch_next()

@@ -13,11 +13,12 @@ group, which is all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from instep.events import Recorder
 from instep.mesh.join import find_ranks
-from instep.mesh.mesh import Mesh, UnrankedMesh, mesh_for_replicas, registered_mesh
+from instep.mesh.mesh import Mesh, mesh_for_replicas, registered_mesh
 from instep.net.process_group import Group
 
 if TYPE_CHECKING:
@@ -51,11 +52,6 @@ class ShardRanks:
         found = [self.weights, self.shard_group, self.whole, self.replicate_group]
         return [group for group in dict.fromkeys(found) if group is not None]
 
-    def close(self) -> None:
-        """Give all groups back."""
-        for group in self.groups:
-            group.close()
-
 
 def mesh_for_shards(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessGroup | None:
     """``process_group``, or the registered mesh, also where it has an axis besides those of the data: what is
@@ -70,12 +66,6 @@ def shard_group_of(process_group: Mesh | ProcessGroup | None) -> Mesh | ProcessG
     return process_group if mesh is None else mesh["shard"]
 
 
-def awaits_rank(process_group: Mesh | ProcessGroup | None) -> bool:
-    """Whether ``process_group`` is this process alone, until it is given a rank among others."""
-    mesh = mesh_for_replicas() if process_group is None else process_group
-    return isinstance(mesh, UnrankedMesh)
-
-
 def num_shard_groups(process_group: Mesh | ProcessGroup | None) -> int:
     """How many shard groups ``process_group`` is, or is one of."""
     mesh = mesh_for_replicas() if process_group is None else process_group
@@ -85,19 +75,19 @@ def num_shard_groups(process_group: Mesh | ProcessGroup | None) -> int:
 
 
 def find_shard_ranks(
-    process_group: Mesh | ProcessGroup | None, timeout_s: float | None, *, what: str
+    process_group: Mesh | ProcessGroup | None, timeout_s: float | None
 ) -> tuple[ShardRanks, Recorder]:
     """New groups over the ranks that ``process_group`` means, and where to record. Collective.
 
     Raises:
         PeerLost, ValueError: as ``find_ranks``.
     """
-    mesh = _sharded_mesh(process_group)
-    shard_group, recorder = find_ranks(shard_group_of(process_group), timeout_s, what=what)
-    weights, _ = find_ranks(shard_group_of(process_group), timeout_s, what=what)
+    mesh, find = _sharded_mesh(process_group), partial(find_ranks, what="sharding a module")
+    shard_group, recorder = find(shard_group_of(process_group), timeout_s)
+    weights, _ = find(shard_group_of(process_group), timeout_s)
     if mesh is None or mesh.axes.size("dp") == 1:
         return ShardRanks(shard_group, shard_group, weights, None), recorder
-    replicate_group, _ = find_ranks(mesh["dp"], timeout_s, what=what)
+    replicate_group, _ = find(mesh["dp"], timeout_s)
     return ShardRanks(mesh.data.duplicate(), shard_group, weights, replicate_group), recorder
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,25 +12,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from instep.hook import Hook, weakly
-from instep.mesh.mesh import Mesh
+from instep.mesh.mesh import Mesh, UnrankedMesh, registered_mesh
 from instep.net.agree import all_or_none, require_same_lines
 from instep.net.clocks import measure
 from instep.reduce.node_format import NodeFormat
 from instep.shard import checks
 from instep.shard.gather import Gathers, UnitHooks
 from instep.shard.materialise import ALIKE, Init, materialise, prepare
-from instep.shard.partition import UnitMembers, by_kind, partition
+from instep.shard.partition import UnitMembers, partition
 from instep.shard.reducer import SliceReducer
-from instep.shard.shard_groups import awaits_rank, find_shard_ranks
-from instep.shard.state_dicts import state_dict_hooks
-from instep.shard.unit import Unit, places_of
+from instep.shard.shard_groups import find_shard_ranks
+from instep.shard.unit import Unit
 from instep.state import homes
 from instep.state.alignment import align
-from instep.state.homes import ParameterShard
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import is_in_backward
-from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.session import StepSession
 from instep.verify.subject import GradientPiece, Subject, Value
@@ -40,7 +36,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-WHAT = "sharding a module"
+HOW = (
+    "call it on every rank inside `with instep.gathered(model):`, take instep.full_state_dict(model), or use "
+    "instep.save and instep.load"
+)
 Checked: TypeAlias = tuple["ShardingOptions", ParameterRegistry, list[UnitMembers]]
 """The options, the parameters, and which of these are gathered and reduced together."""
 
@@ -55,11 +54,9 @@ class ShardingOptions:
     find_unused_parameters: bool | None
     seed: int
     overlap: bool
-    nodes: str
-    rounding: str
+    nodes: NodeFormat  # of the sum tree
 
     def __post_init__(self) -> None:
-        _ = self.node_format  # which refuses what there is not
         if self.stage not in (2, 3):
             raise ValueError(
                 f"stage={self.stage!r}: expected 2 (gradients in slices) or 3 (weights too); for stage 1, "
@@ -69,11 +66,6 @@ class ShardingOptions:
             raise ValueError(f"init_sync={self.init_sync!r}: expected True or 'verify'")
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype: expected one of floating point, got {self.compute_dtype}")
-
-    @property
-    def node_format(self) -> NodeFormat:
-        """Of the sum tree."""
-        return NodeFormat(self.nodes, self.rounding, self.seed)
 
 
 class Sharding:
@@ -106,30 +98,41 @@ class Sharding:
         def check() -> Checked:
             options = consider()
             registry = _checked(module, options)
-            return options, registry, [kind for unit in partition(module, units) for kind in by_kind(unit)]
+            return options, registry, partition(module, units)
 
         self._take_part(module, process_group, check)
 
     def _take_part(
         self, module: nn.Module, process_group: Mesh | ProcessGroup | None, check: Callable[[], Checked]
     ) -> None:
+        """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
         self.process_group = process_group
-        self.ranks, self.recorder = find_shard_ranks(process_group, self._timeout_s, what=WHAT)
+        self.ranks, self.recorder = find_shard_ranks(process_group, self._timeout_s)
         self.group = self.ranks.whole
         try:
-            self.options, registry, self._kinds = self._compare(module, check)
+            what = "the preparation of modules to shard"
+            checked = all_or_none(self.group, what, check, errors=(ValueError,))
+            self.options, registry, self._kinds = checked
+            agree_on_structure(module, asdict(self.options), self.group)
+            compare_threads(module, self.group)
+            lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in self._kinds]
+            require_same_lines(self.group, "units", lines)
+            if self.options.init_sync == "verify" and self._unfilled is None:
+                agree_on_values(module, self.group)
             self._make_units(module)
             own = {id(p) for unit in self.units for p in unit.parameters}
             align([x for x in (*module.parameters(), *module.buffers()) if id(x) not in own])
             self._reduce(module, registry)
         except BaseException:
-            self._leave_homes()
-            self.ranks.close()
+            for unit in self.units:
+                homes.leave(unit)
+            for group in self.ranks.groups:
+                group.close()
             raise
 
     def leave(self) -> None:
         """As ``Wrapped`` says; parameters have no values until ``join`` and a state that is put."""
-        self._session.declared.abandon()
+        self.session.declared.abandon()
         self.close()
         if self._unfilled is None:
             self._unfilled = [unit for unit in self.units if not unit.has_values]
@@ -143,14 +146,8 @@ class Sharding:
             self._take_part(module, mesh, lambda: (self.options, ParameterRegistry(module), self._kinds))
         self.backward.sync, self.backward.step_mode = before.sync, before.step_mode
 
-    def micro_batches(self, num_leaves: int | DataSource, step: int | None) -> Iterator[MicroBatch]:
-        """As ``FullySharded.micro_batches``."""
-        if not self._session.close.alive:
-            raise RuntimeError("this sharded module has left its group: join another one first")
-        yield from self._session.micro_batches(self, num_leaves, step)
-
     def materialise(self, init: Init | None, seed: int) -> None:
-        """As ``FullySharded.materialise``: the values are those of the first rank of all."""
+        """As ``FullySharded.materialise``."""
         new = [unit for unit in self.units if not unit.has_values]
         if any(unit.is_vacant for unit in new):
             prepare(self.backward.module, new, init, seed)
@@ -175,51 +172,21 @@ class Sharding:
 
     def _fill(self, units: Sequence[Unit], init: Init | None, seed: int) -> None:
         made = materialise(self.backward.module, units, init, seed)
-        require_same_lines(self.ranks.shard_group, "the first values of parameters", made, fix=ALIKE)
-        replicas = self.ranks.replicate_group
-        if replicas is not None:
-            for unit in units:
-                replicas.broadcast(unit.slice.view(torch.uint8), f"the first values of unit {unit.name!r}")
+        require_same_lines(self.group, "the first values of parameters", made, fix=ALIKE)
         for unit in units:
             unit.loaded()
-        self.reducer.settled()
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """As ``instep.gathered``."""
-        optimizer_guard.require_between_steps(self.reducer.optimizer_parameters, "instep.gathered()")
-        with ExitStack() as stack, torch.no_grad():
-            for unit in self.units:
-                stack.enter_context(unit.made_whole(self.gathers.masters(unit)))
-            with torch.enable_grad():
-                yield
 
     def close(self) -> None:
         """Remove the hooks, end the lanes, give back the groups; also happens when it is collected."""
         self.reducer.leave()
-        self._session.close()
+        self.session.close()
         optimizer_guard.forget(
             [*self.reducer.optimizer_parameters, *(p for _, p in self.backward.registry.frozen)]
         )
         self.hooks.ended()
         self.reducer.drop_gradients()
-        self._leave_homes()
-
-    def _leave_homes(self) -> None:
         for unit in self.units:
             homes.leave(unit)
-
-    def _compare(self, module: nn.Module, check: Callable[[], Checked]) -> Checked:
-        """All ranks have the same module, which can be sharded, the same options and units, or all raise."""
-        checked = all_or_none(self.group, "the preparation of modules to shard", check, errors=(ValueError,))
-        options, _, kinds = checked
-        agree_on_structure(module, asdict(options), self.group)
-        compare_threads(module, self.group)
-        lines = [f"unit {kind.name!r} of {', '.join(kind.names)}" for kind in kinds]
-        require_same_lines(self.group, "units", lines)
-        if options.init_sync == "verify" and self._unfilled is None:
-            agree_on_values(module, self.group)
-        return checked
 
     def _make_units(self, module: nn.Module) -> None:
         """Shards of the parameters; in another group than before without values, until these come."""
@@ -228,22 +195,19 @@ class Sharding:
             for unit in self.units:
                 unit.lay_out(group, self.ranks.weights)
         else:
-            divided = {id(p) for kind in self._kinds for p in kind.parameters}
-            # Within a shard group, units take the values of its first rank; shard groups share nothing else.
-            alone = self.ranks.replicate_group is None
-            broadcast_values(module, self.group, but=divided if alone else ())
-            places = places_of(module)
+            broadcast_values(module, self.group)
+            mesh = registered_mesh() if self.process_group is None else self.process_group
             self.units = [
                 Unit(
                     number,
                     kind,
-                    places,
+                    module,
                     group,
                     self.ranks.weights,
                     keeps=options.stage == 2,
                     compute_dtype=options.compute_dtype,
                     device=self._device,
-                    vacant=awaits_rank(self.process_group),
+                    vacant=isinstance(mesh, UnrankedMesh),
                 )
                 for number, kind in enumerate(self._kinds)
             ]
@@ -265,7 +229,7 @@ class Sharding:
             self.hooks,
             unused=options.find_unused_parameters,
             overlap=options.overlap,
-            nodes=options.node_format,
+            nodes=options.nodes,
         )
         self.reducer.exchange.offsets_ns = offsets_ns
         self.gathers.reduction = self.reducer.lane
@@ -273,7 +237,7 @@ class Sharding:
             unit.when_loaded = weakly(self.reducer.settled)
             for whole, p in zip(unit.whole, unit.parameters, strict=True):
                 registry.stand_for(whole, p)
-        self._session = StepSession(
+        self.session = StepSession(
             self,
             module,
             self.reducer,
@@ -283,9 +247,9 @@ class Sharding:
             broadcast=self._broadcast_buffers,
             lanes=[self.gathers.lane],
         )
-        self.backward = self._session.backward
-        hooks = self._session.hooks  # the list itself: the session removes what is added to it
-        hooks += [*self.hooks.hooks, *state_dict_hooks(module, self.units)]
+        self.backward = self.session.backward
+        hooks = self.session.hooks  # the list itself: the session removes what is added to it
+        hooks += [*self.hooks.hooks, *_state_dict_hooks(module, self.units)]
         hooks += [p.register_hook(partial(_used_outside, name)) for name, p in registry.trainable]
         hooks.append(module.register_forward_pre_hook(Hook(weakly(self._begins)), prepend=True))
         if (dtype := options.compute_dtype) is not None:
@@ -301,18 +265,36 @@ class Sharding:
             else:
                 self.gathers.settle()  # or a rank that left would be noticed later
             for unit in self.units:
-                unit.require_unmoved()
+                unit.require_untouched()
             self.reducer.drop_discarded()
-            self.reducer.require_no_hooks()
+
+
+def _state_dict_hooks(module: nn.Module, units: Sequence[Unit]) -> list[Any]:
+    """Hooks on ``module`` and all in it, which refuse state dicts while parameters are shards.
+
+    A state dict of shards would be saved by one rank and be taken for the model. ``keep_vars=True`` gives the
+    parameters themselves, whose shapes say what they are.
+    """
+    unit_of = {id(p): unit for unit in units for p in unit.parameters}
+    read, load = (Hook(partial(_refuse, unit_of, name)) for name in ("state_dict", "load_state_dict"))
+    hooks: list[Any] = []
+    for m in module.modules():
+        hooks += [m.register_state_dict_post_hook(read), m.register_load_state_dict_pre_hook(load)]
+    return hooks
+
+
+def _refuse(
+    unit_of: Mapping[int, Unit], called: str, module: nn.Module, state: Any, prefix: str, *others: Any
+) -> None:
+    for key, p in module._parameters.items():
+        unit = unit_of.get(id(p))
+        if unit is not None and not unit.is_made_whole and state.get(prefix + key, p) is not p:
+            raise RuntimeError(f"{called}(): parameter {prefix + key!r} is this rank's shard: {HOW}")
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Floating-point inputs of what computes in ``dtype`` have it, as in torch's ``MixedPrecisionPolicy``."""
-
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() else x
-
-    return tree_map_only(Tensor, cast, (args, kwargs))
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
 
 
 def _checked(module: nn.Module, options: ShardingOptions) -> ParameterRegistry:
@@ -358,15 +340,13 @@ def subject_of(sharding: Sharding) -> Subject:
         strategy=f"fully_shard, stage {sharding.options.stage}",
         seed=sharding.options.seed,
         copy=reducer.ranks.replica,
-        pieces=[GradientPiece(position[id(x.parameter)], x.part_of, partial(_gradient_of, x)) for x in held],
+        pieces=[
+            GradientPiece(position[id(x.parameter)], x.part_of, partial(getattr, x.parameter, "grad"))
+            for x in held
+        ],
         values=[
             *(Value(names[id(x.parameter)], x.first, x.tensor) for unit in sharding.units for x in unit.held),
             *(Value(name, 0, p) for name, p in backward.module.named_parameters() if id(p) not in names),
         ],
         memory=[bucket.reduced for bucket in reducer.buckets],
     )
-
-
-def _gradient_of(held: ParameterShard) -> Tensor | None:
-    gradient = held.parameter.grad
-    return None if gradient is None else gradient.detach()

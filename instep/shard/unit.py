@@ -18,7 +18,7 @@ Source: torch's ``_fully_shard/_fsdp_param.py`` (FSDP2), which resizes storages 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -34,20 +34,17 @@ from instep.shard.layout import cut
 from instep.shard.partition import UnitMembers
 from instep.state.homes import DividedOptimizer, Home, ParameterShard, divided_over, part_shape
 
-Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
-"""Where a module has each parameter, by its identity: the submodules and their names for it."""
-
 
 class Unit(Home):
-    """The parameters of ``members``, which are of one kind (``partition.by_kind``), sharded over ``group``.
+    """The parameters of ``members``, which are of one dtype and device, sharded over ``group``.
 
-    At construction, collective: of the values of the group's first rank each rank keeps its shards, in the
+    At construction each rank keeps its shards of the values, which are the same on all ranks, in the
     parameters' own dtype, or in float32 at least where they compute in ``compute_dtype``. Then, for every
     use: ``allocate``, a gather that fills ``flat``, ``show``, ``hide``, ``free``. ``leave`` drops all values;
     ``lay_out`` shards over another group, without values until they are loaded.
 
     Args:
-        places: of the module that has the parameters.
+        root: the module that is sharded.
         weights: the ranks of ``group`` again, which gather over this one.
         keeps: the gathered weights stay until the shards change (stage 2).
         device: where parameters from the meta device shall live.
@@ -62,7 +59,7 @@ class Unit(Home):
         self,
         number: int,
         members: UnitMembers,
-        places: Places,
+        root: nn.Module,
         group: Group,
         weights: Group,
         *,
@@ -74,6 +71,7 @@ class Unit(Home):
         first = members.parameters[0]
         self.parameters: list[nn.Parameter] = list(members.parameters)
         self.number, self.name, self.module = number, members.name, members.module
+        self.gathering = f"the gather of unit {self.name!r}"
         self.names = list(members.names)
         self.shapes = [p.shape for p in self.parameters]  # whole
         self.trainable = first.requires_grad
@@ -89,16 +87,23 @@ class Unit(Home):
         self.when_loaded: Callable[[], None] = lambda: None
         self.is_made_whole = False  # the user's parameters are whole
         self.is_shown = False  # the module has the whole ones
-        self.whole: list[nn.Parameter] = []
         self._gathered_versions: list[int] = []  # of the shards, when ``flat`` had their values
         self._seen_versions: list[int] = []
         self.work: Work | None = None  # the gather that fills ``flat``
-        self._places = [places[id(p)] for p in self.parameters]
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {id(p): [] for p in self.parameters}
+        for owner in root.modules():
+            for key, p in owner._parameters.items():
+                if id(p) in self._places:
+                    self._places[id(p)].append((owner, key))
         values = [p.detach() for p in self.parameters] if self.has_values else None
         with torch.inference_mode(False), torch.no_grad():
+            empty = partial(torch.empty, 0, dtype=self.compute_dtype, device=self.device)
+            self.whole = [nn.Parameter(empty(), self.trainable) for _ in self.parameters]
+            for p, whole in zip(self.parameters, self.whole, strict=True):
+                whole.__dict__.update(p.__dict__)
             self._lay_out(group, weights)
             if values is not None:
-                self._adopt(values)
+                self._write(values)
 
     @property
     def is_allocated(self) -> bool:
@@ -118,26 +123,22 @@ class Unit(Home):
         return torch.empty(self.shapes[i], dtype=self.own_dtype, device=self.device)
 
     def shape_of(self, parameter: Tensor) -> torch.Size:
-        return self.shapes[self._number_of(parameter)]
+        return self.shapes[self.number_of(parameter)]
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
         return torch.empty(self.shape_of(parameter), device="meta").stride()
 
     def autograd_leaf(self, parameter: Tensor) -> Tensor:
-        return self.whole[self._number_of(parameter)]
+        return self.whole[self.number_of(parameter)]
 
     def slices_with(self, parameter: Tensor) -> list[int]:
-        return self.layout.slices_with(self._number_of(parameter))
-
-    def part_on(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """Elements (first, last) of ``parameter`` that group rank ``rank`` has."""
-        return self.layout.part(self._number_of(parameter), rank)
+        return self.layout.slices_with(self.number_of(parameter))
 
     def divided(self, optimizer: Optimizer) -> DividedOptimizer:
         return divided_over(optimizer, self.group, self.everyone.size // self.group.size)
 
-    def require_unmoved(self) -> None:
-        """Raise ``ValueError`` if other code has replaced the memory of a shard."""
+    def require_untouched(self) -> None:
+        """Raise ``ValueError`` if other code has replaced the memory of a shard, or has hooks on it."""
         if self.is_made_whole:
             raise ValueError(
                 f"forward inside of instep.gathered(), where parameter {self.names[0]!r} is whole to be read "
@@ -149,6 +150,11 @@ class Unit(Home):
                     f"parameter {name!r} has other memory than when it was sharded (module.to(), .data = "
                     "..., vector_to_parameters): convert first, then call fully_shard; change values in "
                     "place, with p.copy_(values) under no_grad()"
+                )
+            if len(p._backward_hooks or ()) > self.trainable or p._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {name!r} has a hook, and is a shard, to which autograd never comes: edit "
+                    "gradients after backward, or use a hook of the module or of its output"
                 )
 
     def allocate(self) -> None:
@@ -163,7 +169,7 @@ class Unit(Home):
             return None
         if self.dtype == self.compute_dtype:
             return self.slice.detach()
-        self._own_part(flat).copy_(self.slice)
+        self.own_part(flat).copy_(self.slice)
         return None
 
     def filled(self) -> None:
@@ -195,11 +201,6 @@ class Unit(Home):
                 return name
         return None
 
-    def forget(self) -> None:
-        """Gather again before the next use, whether ``flat`` has the values or not."""
-        self.free()
-        self._gathered_versions = []
-
     def free(self) -> None:
         """Give the memory of the whole weights back, unless it is kept."""
         if self.work is not None:
@@ -211,13 +212,6 @@ class Unit(Home):
         if not (self.keeps or self._shares_memory):
             self.flat.untyped_storage().resize_(0)
             self._gathered_versions = []
-
-    def masters(self) -> Tensor:
-        """(W * slice_length,) new memory for the values of all shards, with this rank's in place."""
-        with torch.inference_mode(False):
-            flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
-        self._own_part(flat).copy_(self.slice)
-        return flat
 
     def views_in(self, flat: Tensor) -> list[Tensor]:
         """All parameters in ``flat``, which is laid out as the unit is."""
@@ -251,22 +245,16 @@ class Unit(Home):
             for p, shard in zip(self.parameters, self._shards, strict=True):
                 p.data = shard
             if not self.is_vacant:
-                for p, value in zip(self.parameters, values, strict=True):
-                    self._write(p, value)
-                increment_version(written)
-                self.forget()
+                self._write(values)
+                increment_version(written)  # once on all ranks, also where one has none of it
+                self.free()
+                self._gathered_versions = []  # of values from before, if it is kept
 
-    def keep(self, i: int, values: Tensor) -> None:
-        """Parameter i has ``values``, whole: keep this rank's shard."""
-        self.make_room()
-        self._write(self.parameters[i], values)
-        increment_version(self.parameters[i])  # once on all ranks, also where one has none of it
-
-    def _write(self, parameter: Tensor, values: Tensor) -> None:
-        with torch.no_grad():
-            for held in self.held:
-                if held.parameter is parameter:
-                    held.tensor.data.copy_(held.part_of(values))
+    def _write(self, values: Sequence[Tensor]) -> None:
+        """The shards are this rank's parts of ``values``, which are whole."""
+        whole = dict(zip(map(id, self.parameters), values, strict=True))
+        for held in self.held:
+            held.tensor.data.copy_(held.part_of(whole[id(held.parameter)]))
 
     def make_room(self) -> None:
         if self.is_vacant:
@@ -295,17 +283,18 @@ class Unit(Home):
         with torch.inference_mode(False), torch.no_grad():
             self._lay_out(group, weights)
 
-    def _own_part(self, flat: Tensor) -> Tensor:
+    def own_part(self, flat: Tensor) -> Tensor:
+        """The part of ``flat`` that this rank's shards are gathered from."""
         return flat.split(self.layout.slice_length)[self.group.rank]
 
-    def _number_of(self, parameter: Tensor) -> int:
+    def number_of(self, parameter: Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)
 
     def _shard_versions(self) -> list[int]:
         return [p._version for p in self.parameters]
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
-        for x, places in zip(parameters, self._places, strict=True):
+        for x, places in zip(parameters, self._places.values(), strict=True):
             for owner, key in places:
                 if type(owner).__setattr__ is nn.Module.__setattr__:
                     owner._parameters[key] = x
@@ -321,15 +310,8 @@ class Unit(Home):
         stays = self._shares_memory and self.keeps
         make = self._shared if stays else partial(torch.zeros, dtype=self.compute_dtype, device=self.device)
         self.flat = make(self.layout.num_elements)
-        with torch.enable_grad():  # leaves, whose versions count for themselves
-            views = [view.data for view in self.views_in(self.flat)]
-        if not self.whole:
-            self.whole = [nn.Parameter(view, self.trainable) for view in views]
-            for p, whole in zip(self.parameters, self.whole, strict=True):
-                whole.__dict__.update(p.__dict__)
-        else:  # hooks are on them
-            for whole, view in zip(self.whole, views, strict=True):
-                whole.data = view
+        for whole, view in zip(self.whole, self.views_in(self.flat), strict=True):
+            whole.data = view
         self.is_shown = False
         self._gathered_versions, self._seen_versions = [], []
         if not stays:
@@ -355,21 +337,12 @@ class Unit(Home):
         else:
             if self._shares_memory:
                 self.allocate()
-                self.slice = self._own_part(self.flat.zero_())
+                self.slice = self.own_part(self.flat.zero_())
             else:
                 self.slice = self._shared(self.layout.slice_length)  # the padding travels too
             self._shards = self.shards_in(self.slice)
         for p, shard in zip(self.parameters, self._shards, strict=True):
             become(p, shard)
-
-    def _adopt(self, values: Sequence[Tensor]) -> None:
-        """Keep this rank's part of the first rank's ``values``."""
-        flat = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
-        if self.group.rank == 0:
-            for view, value in zip(self.views_in(flat), values, strict=True):
-                view.copy_(value)
-        self.group.broadcast(flat.view(torch.uint8), f"the first values of unit {self.name!r}")
-        self.slice.copy_(self._own_part(flat))
 
 
 def become(p: Tensor, value: Tensor) -> None:
@@ -380,13 +353,3 @@ def become(p: Tensor, value: Tensor) -> None:
     new = nn.Parameter(value, p.requires_grad)
     new.__dict__.update(p.__dict__)
     torch.utils.swap_tensors(p, new)
-
-
-def places_of(module: nn.Module) -> Places:
-    """Where ``module`` has each of its parameters."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for key, p in owner._parameters.items():
-            if p is not None:
-                found.setdefault(id(p), []).append((owner, key))
-    return found

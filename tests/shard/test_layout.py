@@ -19,6 +19,10 @@ RANKS = st.integers(1, 9)
 GRANULES = st.sampled_from([16, 32, 64, 256])
 
 
+def whole(lengths: list[int], num_ranks: int, granule: int) -> FlatLayout:
+    return keep_whole(lengths, num_ranks, granule, lengths)
+
+
 def spans(layout: FlatLayout) -> list[tuple[int, int]]:
     """Where the parameters with elements lie in the flat space, in its order."""
     both = zip(layout.offsets, layout.lengths, strict=True)
@@ -45,7 +49,7 @@ def assert_each_element_has_one_owner(layout: FlatLayout) -> None:
 @given(LENGTHS, RANKS, GRANULES)
 def test_every_element_is_in_exactly_one_piece(lengths: list[int], ranks: int, granule: int) -> None:
     lengths = [min(length, 9000) for length in lengths[:5]]
-    for place in (cut, keep_whole):
+    for place in (cut, whole):
         assert_each_element_has_one_owner(place(lengths, ranks, granule))
 
 
@@ -53,7 +57,7 @@ def test_every_element_is_in_exactly_one_piece(lengths: list[int], ranks: int, g
 def test_no_parameter_lies_over_another_and_all_begin_aligned(
     lengths: list[int], ranks: int, granule: int
 ) -> None:
-    for place in (cut, keep_whole):
+    for place in (cut, whole):
         layout = place(lengths, ranks, granule)
         found = spans(layout)
         assert len(found) == sum(length > 0 for length in lengths)
@@ -66,7 +70,7 @@ def test_no_parameter_lies_over_another_and_all_begin_aligned(
 def test_pieces_begin_and_end_on_blocks_of_their_parameter(
     lengths: list[int], ranks: int, granule: int
 ) -> None:
-    for place in (cut, keep_whole):
+    for place in (cut, whole):
         layout = place(lengths, ranks, granule)
         for rank in range(ranks):
             for piece in layout.pieces(rank):
@@ -76,7 +80,7 @@ def test_pieces_begin_and_end_on_blocks_of_their_parameter(
 
 @given(LENGTHS, RANKS, GRANULES)
 def test_slices_are_equal_and_whole_blocks(lengths: list[int], ranks: int, granule: int) -> None:
-    for place in (cut, keep_whole):
+    for place in (cut, whole):
         layout = place(lengths, ranks, granule)
         assert layout.slice_length % BLOCK == 0 < layout.slice_length
         assert layout.num_elements == ranks * layout.slice_length
@@ -108,7 +112,7 @@ def test_a_large_model_is_divided_evenly(ranks: int) -> None:
 
 @given(LENGTHS, RANKS, GRANULES)
 def test_whole_parameters_have_one_owner_each(lengths: list[int], ranks: int, granule: int) -> None:
-    layout = keep_whole(lengths, ranks, granule)
+    layout = whole(lengths, ranks, granule)
     pieces = [piece for rank in range(ranks) for piece in layout.pieces(rank)]
     assert sorted((piece.parameter, piece.first, piece.last) for piece in pieces) == [
         (i, 0, length) for i, length in enumerate(lengths)
@@ -116,6 +120,6 @@ def test_whole_parameters_have_one_owner_each(lengths: list[int], ranks: int, gr
 
 
 def test_the_largest_parameter_is_placed_first_and_loads_are_even() -> None:
-    layout = keep_whole([5, 5, 4, 4, 3, 3, 3], 3, 16)
+    layout = whole([5, 5, 4, 4, 3, 3, 3], 3, 16)
     loads = [sum(piece.last for piece in layout.pieces(rank)) for rank in range(3)]
     assert loads == [11, 8, 8]  # by hand: 5 | 5 | 4, then 4 | 3 | 3 to the least of each time, then 3

@@ -8,7 +8,7 @@ from torch import nn
 
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.shard.partition import by_kind, partition
+from instep.shard.partition import partition
 
 
 def named(module: nn.Module, units: list[nn.Module] | None = None) -> dict[str, list[str]]:
@@ -19,7 +19,7 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(2, 2, bias=False)
-        self.encoder = nn.Module()
+        self.encoder = nn.Identity()
         self.encoder.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2)
         )
@@ -77,6 +77,8 @@ def test_a_unit_that_is_no_part_of_the_module_is_refused() -> None:
     module = Mixed()
     with pytest.raises(ValueError, match=r"units\[1\], a Linear: expected a submodule"):
         partition(module, [module.stem, nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match=r"units\[0\], a ModuleList: expected .* with a forward"):
+        partition(module, [module.encoder.layers])
 
 
 def test_every_parameter_of_a_transformer_is_in_one_unit() -> None:
@@ -94,8 +96,7 @@ def test_kinds_are_apart_and_whole_numbers_are_nobodys() -> None:
     module.c = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     module.d = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
     module.e = nn.Parameter(torch.zeros(2))
-    (members,) = partition(module)
-    assert [kind.names for kind in by_kind(members)] == [("a", "e"), ("b",), ("c",)]
+    assert [unit.names for unit in partition(module)] == [("a", "e"), ("b",), ("c",)]
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -195,13 +195,13 @@ def test_nobody_s_memory_is_written_before_all_have_come_or_after_any_has_gone(
     if mesh.rank == 1:
         assert not noticed.wait(0.3)  # rank 0 is in step()
         assert_same([p.detach() for p in ours], before, "weights")
-        share = optimizer._shards.spaces[0].share
+        share = optimizer.shards.spaces[0].share
 
         def write_late(operation: str) -> bool:
             assert not noticed.wait(0.3)
             return share(operation)
 
-        optimizer._shards.spaces[0].share = write_late
+        optimizer.shards.spaces[0].share = write_late
     optimizer.step()
     if mesh.rank == 0:
         noticed.set()

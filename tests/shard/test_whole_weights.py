@@ -104,6 +104,7 @@ def test_what_is_written_inside_gathered_is_kept(mesh: Mesh, stage: int) -> None
     model, other = instep.fully_shard(filled(Stack()), mesh, stage), Stack()
     with instep.gathered(model):
         model.load_state_dict(other_values := filled(nn.ModuleDict({"other": other}))["other"].state_dict())
+        assert_same(instep.full_state_dict(model), dict(other_values), "loaded, and still inside")
     assert_same(instep.full_state_dict(model), dict(other_values), "loaded")
     torch.testing.assert_close(loss_of(model), loss_of(other))
     model.close()
