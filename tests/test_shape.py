@@ -122,7 +122,7 @@ PURE = (
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 955,
-    "bench": 6180,
+    "bench": 5805,
     "checkpoint": 4040,
     "cli": 925,
     "comm": 995,
@@ -133,7 +133,7 @@ BUDGET = {
     "models": 300,
     "native": 250,
     "net": 2870,
-    "pipeline": 4200,
+    "pipeline": 4125,
     "plan": 95,
     "recipes": 845,
     "record": 1795,
