@@ -13,6 +13,7 @@ DONE = 0
 FAILED = 1
 USAGE = 2
 REJECTED = 3  # a checkpoint
+PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run me again
 INTERRUPTED = 130  # as a shell says it of SIGINT
 
 # What the user wrote, or a path that they named.
