@@ -224,7 +224,6 @@ ONE_USER = {
     "instep/recipes/corpus.py",
     "instep/reduce/hierarchical_transport.py",
     "instep/replicate/bucketed.py",
-    "instep/replicate/ddp_keywords.py",
     "instep/replicate/flat.py",
     "instep/replicate/replica.py",
     "instep/run/generation.py",
@@ -243,7 +242,6 @@ ONE_USER = {
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
     "instep/step/gradients.py",
-    "instep/step/unused_parameters.py",
     "instep/verify/batch.py",
 }
 

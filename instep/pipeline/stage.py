@@ -28,10 +28,10 @@ from instep.pipeline.split_backward import Later, gradients_at_once, input_gradi
 from instep.pipeline.tied import TiedParameters
 from instep.replicate.reducer import Reducer
 from instep.state.alignment import align
+from instep.step.backward import StepSession
 from instep.step.micro_batches import MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import ReductionOptions, StepPlan
-from instep.step.session import StepSession
 from instep.verify.subject import Subject, Value
 from instep.verify.trial import RestoreOnExit
 

@@ -137,7 +137,7 @@ class TreeAccumulator:
 
 MEBIBYTE = 1 << 20
 Caps = float | Sequence[float] | Callable[[Sequence[int]], Sequence[float]]
-Leaves = Sequence[Sequence[int]]  # by rank
+Leaves = tuple[Sequence[int], ...]  # by rank
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -315,7 +315,6 @@ class Bucket(Bundle):
         )
         self._views: dict[int, list[Tensor]] = {}
         self._leaf_numbers: dict[int, int] = {}  # of this rank's leaves in the tree, where they are others
-        self._summed: tuple[Leaves, int] = (), 0  # the leaves that ``sum`` is of
         self._make_counter()
 
     @cached_property
@@ -358,8 +357,8 @@ class Bucket(Bundle):
             own = leaves[self.places[self.group.rank]]
             leaves, num_leaves = side_by_side(leaves, self.places)
             self._leaf_numbers = dict(zip(own, leaves[self.group.rank], strict=True))
-        if self.ordered and (leaves, num_leaves) != self._summed:
-            self._summed, self.sum = (leaves, num_leaves), plan_sum(leaves, num_leaves)
+        if self.ordered:
+            self.sum = plan_sum(leaves, num_leaves)
         self.counter.reset(num_leaves)
         self.launched = False
         for slot in self.slots:

@@ -13,8 +13,8 @@ No collective that does arithmetic is used, so neither the backend's algorithm n
 chooses an order. For a bucket of S bytes and r roots per rank, a rank sends (r + 1) S (W-1)/W bytes; with
 one root as many as in a ring all-reduce, in two communication steps instead of 2(W-1), after one for the
 headers. A small bucket is all-gathered whole, in one step. Over shm nothing is sent: each rank adds its slice
-in place. How slices travel is up to the transport: ``shm_transport.py``, ``gloo_transport.py``,
-``collective_transport.py``, ``hierarchical_transport.py``.
+in place. How slices travel is up to the transport: ``transport.py``, ``shm_transport.py``,
+``hierarchical_transport.py``.
 
 G: micro-batches in the step. W: ranks.
 """
@@ -33,12 +33,10 @@ from instep.net.hang_report import Problem
 from instep.net.host_group import HostGroup
 from instep.net.process_group import Group, SharedGroup
 from instep.reduce.buckets import Bucket, Bundle
-from instep.reduce.collective_transport import CollectiveTransport
-from instep.reduce.gloo_transport import GlooTransport
 from instep.reduce.header import NUM_FIELDS, Header, describe_step, disagreement, header_length, pack, unpack
 from instep.reduce.hierarchical_transport import HierarchicalTransport
-from instep.reduce.scratch import Scratch
 from instep.reduce.shm_transport import ShmTransport
+from instep.reduce.transport import CollectiveTransport, GlooTransport
 from instep.reduce.tree import Sum
 
 _weight, _buffers, _input_digest = map(attrgetter, ("weight", "buffers", "input_digest"))
@@ -48,7 +46,7 @@ class OrderedAllReduce:
     """Reduces buckets over ``group``, one after the other, from one thread at a time.
 
     Headers go to all its ranks. Data goes to those of the bucket's group, which may be some of them.
-    ``transport`` defaults to the fastest one for the group's backend and hosts. Ranks with the same number in
+    ``transport`` is the fastest one for the group's backend and hosts. Ranks with the same number in
     ``data_ranks`` share their micro-batches.
     """
 
@@ -59,7 +57,6 @@ class OrderedAllReduce:
         *,
         ordered: bool,
         max_parameters: int,
-        transport: CollectiveTransport | None = None,
         data_ranks: Sequence[int] | None = None,
     ) -> None:
         self.group = group
@@ -67,7 +64,7 @@ class OrderedAllReduce:
         self.ordered = ordered
         self.header_length = header_length(max_parameters)
         self.data_ranks = range(group.size) if data_ranks is None else data_ranks
-        self.transport = transport or _fastest_transport(group)
+        self.transport = _fastest_transport(group)
         self._transports: dict[Group, CollectiveTransport] = {}  # of other groups
         self.offsets_ns = (0,) * group.size  # of the ranks' clocks to the first rank's
         self.compare: Callable[[Sequence[Header]], None] | None = None  # called before each reduction
@@ -206,10 +203,10 @@ def _unordered(bucket: Bucket, scale: float, name: str) -> None:
 
 def _fastest_transport(group: Group) -> CollectiveTransport:
     if isinstance(group, SharedGroup):
-        return ShmTransport(group, Scratch())
+        return ShmTransport(group)
     if isinstance(group, HostGroup) and group.near is not None:
-        return HierarchicalTransport(group, Scratch())
-    return (GlooTransport if group.prefers_messages else CollectiveTransport)(group, Scratch())
+        return HierarchicalTransport(group)
+    return (GlooTransport if group.prefers_messages else CollectiveTransport)(group)
 
 
 def _with_step(header: Header, lost: PeerLost) -> PeerLost:

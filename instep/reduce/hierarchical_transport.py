@@ -29,12 +29,9 @@ from torch import Tensor
 from instep.errors import PeerLost
 from instep.net.host_group import HostGroup
 from instep.net.messages import Messages
-from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket
-from instep.reduce.collective_transport import CollectiveTransport, Payload
-from instep.reduce.gloo_transport import Parts, slice_rounds
-from instep.reduce.scratch import Scratch
 from instep.reduce.shm_transport import ShmTransport
+from instep.reduce.transport import CollectiveTransport, Parts, Payload, add_up, slice_rounds
 from instep.reduce.tree import Sum, by_host
 
 LEADER = 0  # the place on each host whose rank exchanges the headers
@@ -45,11 +42,11 @@ class HierarchicalTransport(CollectiveTransport):
 
     group: HostGroup
 
-    def __init__(self, group: HostGroup, scratch: Scratch) -> None:
-        super().__init__(group, scratch)
+    def __init__(self, group: HostGroup) -> None:
+        super().__init__(group)
         assert group.near is not None
         self.near = group.near
-        self._local = ShmTransport(group.near, scratch, at_once_bytes=0)
+        self._local = ShmTransport(group.near, at_once_bytes=0)
         self._other_hosts = [(group.host + k) % group.num_hosts for k in range(1, group.num_hosts)]
 
     def exchange_headers(self, row: Tensor, name: str, payload: Payload | None = None) -> Tensor:
@@ -76,9 +73,8 @@ class HierarchicalTransport(CollectiveTransport):
             mapped = self._local.map_slices(bucket, plan, name)
             assert mapped is not None, "buckets are allocated by their group"
             _, values, homes = mapped
-            first = (
-                group.place * group.num_hosts * bucket.slice_length
-            )  # of this rank's slice: a part per host
+            # Of this rank's slice, which has a part per host.
+            first = group.place * group.num_hosts * bucket.slice_length
             roots = []
             for subtree in subtrees[group.host]:
                 members = [values[member] for member in subtree.members]

@@ -49,7 +49,6 @@ from torch import Tensor
 from instep.memory import PIECE_BYTES
 from instep.mesh.axes import round_up
 from instep.reduce.blocks import BLOCK_ELEMENTS
-from instep.reduce.scratch import Scratch
 from instep.reduce.tree import Node
 from instep.rng.keys import derive
 
@@ -120,12 +119,8 @@ class BucketNodes:
         """Undo ``encode``; the result may share the memory of ``wire``."""
         return wire
 
-    def gathered(self, home: Tensor, scratch: Scratch) -> Tensor:
-        """Memory for the encoded slices of the root that belongs into ``home``."""
-        return home
-
     def decode_mean(self, wire: Tensor, scale: float, home: Tensor, first: int = 0) -> None:
-        """Decode the slices of a root, from ``gathered``, into ``home``, times ``scale``."""
+        """Decode the slices of a root into ``home``, times ``scale``."""
 
 
 class RoundedNodes(BucketNodes):
@@ -156,10 +151,6 @@ class RoundedNodes(BucketNodes):
             torch.add(left[start:end], right[start:end], out=piece)
             self._round(piece, node, first + start)
         return out
-
-    def gathered(self, home: Tensor, scratch: Scratch) -> Tensor:
-        num_slices = len(home) // self.slice_length
-        return scratch.take(num_slices * self.wire_length, self.wire_dtype, home.device)
 
     def encode(self, x: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:

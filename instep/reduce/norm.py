@@ -214,7 +214,9 @@ def clip_grad_norm_(
             raise RuntimeError(f"the gradient norm is {norm}: expected a finite number")
         factor = max_norm / (norm + 1e-6)
         if not factor >= 1.0:  # also when it is nan
-            _scale(gradients, factor)
+            with torch.no_grad():  # after backward(create_graph=True) gradients require gradients themselves
+                for gradient in gradients:
+                    gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first
             for peers in dict.fromkeys(map(peers_of, parameters)):
                 if peers is not None:
                     peers.changed()
@@ -229,9 +231,3 @@ clip_grad_norm_.__module__ = "instep"
 def _marks(gradients: Iterable[Tensor]) -> frozenset[tuple[int, int]]:
     """A fingerprint that changes if one of ``gradients`` is replaced or written to."""
     return frozenset((id(x), x._version) for x in gradients)
-
-
-def _scale(gradients: Sequence[Tensor], factor: float) -> None:
-    with torch.no_grad():  # after backward(create_graph=True) gradients require gradients themselves
-        for gradient in gradients:
-            gradient.mul_(factor)  # torch._foreach_mul_ rounds the factor to bfloat16 first

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from instep.mesh.axes import round_up
 from instep.net.process_group import SharedGroup
-from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket, TreeAccumulator
-from instep.reduce.collective_transport import CollectiveTransport, Payload, local_roots
-from instep.reduce.scratch import Scratch
+from instep.reduce.transport import CollectiveTransport, Payload, add_up, local_roots
 from instep.reduce.tree import Sum
 
 # Of all roots of a bucket together: a barrier costs as much as adding these bytes.
@@ -40,8 +38,8 @@ class ShmTransport(CollectiveTransport):
 
     group: SharedGroup
 
-    def __init__(self, group: SharedGroup, scratch: Scratch, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
-        super().__init__(group, scratch, at_once_bytes=at_once_bytes)
+    def __init__(self, group: SharedGroup, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
+        super().__init__(group, at_once_bytes=at_once_bytes)
         self._published: Tensor | None = None  # by all ranks, of the next bucket
         self._start = 0  # of the payload in it, behind the header, in words
         self._mapped: WeakKeyDictionary[TreeAccumulator, Mapped] = WeakKeyDictionary()

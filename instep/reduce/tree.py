@@ -87,16 +87,9 @@ class Sum:
     root: int
 
 
-def plan_sum(leaves: Sequence[Sequence[int]], num_leaves: int) -> Sum:
-    """The sum over all ranks, where rank r computed ``leaves[r]``; cached, because every bucket needs it."""
-    try:
-        return _plan_sum(tuple(leaves), num_leaves)  # hashes ranges without listing their numbers
-    except TypeError:  # lists
-        return _plan_sum(tuple(map(tuple, leaves)), num_leaves)
-
-
 @lru_cache(maxsize=64)
-def _plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
+def plan_sum(leaves: tuple[Sequence[int], ...], num_leaves: int) -> Sum:
+    """The sum over all ranks, where rank r computed ``leaves[r]``; cached, because every bucket needs it."""
     by_rank = [roots(own, num_leaves) for own in leaves]
     return sum_of([node for own in by_rank for node in own], list(map(len, by_rank)), num_leaves)
 

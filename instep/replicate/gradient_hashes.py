@@ -49,7 +49,8 @@ def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
     def observe(leaf: int, bucket: Bundle, values: Tensor) -> None:
         hashes.declared = reduction.plan is not None and reduction.plan.declared
         hashes.begun_ns = hashes.begun_ns or time.monotonic_ns()
-        digests = dict(_leaf_digests(reduction, bucket, values))
+        views = zip(bucket.slots, bucket.views(values), strict=True)
+        digests = {slot.position: tensor_digest(view).hex()[:SHORT] for slot, view in views}
         found.setdefault(leaf, {}).update(digests)
         first[leaf] = {**digests, **first.get(leaf, {})}
 
@@ -59,7 +60,8 @@ def observe_reduction(reduction: Reduction) -> Iterator[GradientHashes]:
         names = reduction.names
         for told, its in ((hashes.leaves, found), (hashes.firsts, first)):
             told |= {leaf: {names[i]: its[leaf][i] for i in sorted(its[leaf])} for leaf in sorted(its)}
-        hashes.reduced = dict(_gradient_digests(reduction))
+        reduced = [(name, p.grad) for name, p in zip(names, reduction.parameters, strict=True)]
+        hashes.reduced = {name: tensor_digest(x).hex()[:SHORT] for name, x in reduced if x is not None}
     finally:
         reduction.observer = None
 
@@ -96,14 +98,3 @@ def joined(parts: Mapping[str, GradientHashes]) -> GradientHashes:
             found.leaves.setdefault(leaf, {}).update({begin + name: x for name, x in digests.items()})
         found.reduced |= {begin + name: x for name, x in hashes.reduced.items()}
     return found
-
-
-def _leaf_digests(reduction: Reduction, bucket: Bundle, values: Tensor) -> Iterator[tuple[int, str]]:
-    for slot, view in zip(bucket.slots, bucket.views(values), strict=True):
-        yield slot.position, tensor_digest(view).hex()[:SHORT]
-
-
-def _gradient_digests(reduction: Reduction) -> Iterator[tuple[str, str]]:
-    for name, p in zip(reduction.names, reduction.parameters, strict=True):
-        if p.grad is not None:
-            yield name, tensor_digest(p.grad).hex()[:SHORT]

@@ -31,10 +31,8 @@ from instep.events import PARAMETER_UPDATE
 from instep.mesh.mesh import Mesh
 from instep.net.agree import all_or_none, attempt
 from instep.net.process_group import Group
-from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket
-from instep.reduce.collective_transport import CollectiveTransport, local_roots
-from instep.reduce.scratch import Scratch
+from instep.reduce.transport import CollectiveTransport, add_up, local_roots
 from instep.reduce.tree import Sum
 from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.reducer import Reducer
@@ -165,7 +163,7 @@ class ServerTransport(CollectiveTransport):
     """Leaves the sums with the server, whose scratch holds what the workers send: (W-1) S bytes or more."""
 
     def __init__(self, group: Group, reducer: Reducer) -> None:
-        super().__init__(group, Scratch())
+        super().__init__(group)
         self.reducer, self.recorder = reducer, reducer.recorder
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from instep.mesh.join import find_ranks
@@ -15,7 +17,6 @@ from instep.net.clocks import measure
 from instep.reduce.buckets import Caps
 from instep.reduce.node_format import NodeFormat
 from instep.replicate.comm_hook import CommHook, Hook
-from instep.replicate.ddp_keywords import METHODS, require_group, require_supported_keywords
 from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
@@ -23,11 +24,11 @@ from instep.state.alignment import align
 from instep.state.homes import Wrapped
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
+from instep.step.backward import StepSession
 from instep.step.micro_batches import DataSource, MicroBatch
 from instep.step.nesting import WrappedOnce, require_supported
 from instep.step.parameter_registry import ParameterRegistry, require_read_only
 from instep.step.reduction import ReductionOptions
-from instep.step.session import StepSession
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece, Loss, Subject, Value
 from instep.verify.trial import verify
@@ -35,6 +36,29 @@ from instep.verify.trial import verify
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+# Keywords and methods of torch's ``DistributedDataParallel`` (up to 2.15) that are not here, and what to do
+# instead.
+REFUSED = {
+    "device_ids": "move the module to its device before wrapping it, and inputs in the training loop",
+    "output_device": "outputs stay on the device of the module: move them in the training loop",
+    "dim": "inputs are not scattered: give each rank a batch of its own",
+    "device_mesh": "pass it as process_group",
+    "bucket_cap_mb_list": "pass the list as bucket_cap_mb",
+    "forward_sync_buffers": "pass broadcast_buffers",
+    "check_reduction": "leave it out: every reduction is checked",
+    "skip_all_reduce_unused_params": "leave it out: an unused parameter is a zero in a bucket",
+    "batched_grad_copy": "leave it out: gradients are copied as they appear",
+    "lazy_bucket_allocation": "leave it out: gradients are views of buckets that live as long as the wrapper",
+    "delay_all_reduce_named_params": "wrap these parameters in a DataParallel of their own",
+    "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params",
+    "mixed_precision": "use torch.autocast in the training loop: gradients are reduced in float32",
+}
+METHODS = {
+    "join": "ranks need not have as many batches: declare steps, for micro_batch in model.micro_batches(G)",
+    "_set_static_graph": "pass static_graph=True",
+    "_get_ddp_logging_data": "a run records its steps, and instep.trace(model) those of any loop",
+}
 
 
 class DataParallel(WrappedOnce, ModuleProxy):
@@ -438,3 +462,26 @@ class DataParallel(WrappedOnce, ModuleProxy):
     def _check_open(self) -> None:
         if not self._session.close.alive:
             raise RuntimeError("this DataParallel is closed: wrap model.module again")
+
+
+def require_supported_keywords(keywords: Mapping[str, Any]) -> None:
+    """Raise for the first of ``keywords`` that asks for something; None, False and 0 ask for nothing.
+
+    Raises:
+        TypeError: a keyword that neither torch nor instep knows.
+        ValueError: a keyword of torch's that has no meaning here.
+    """
+    for name, value in keywords.items():
+        if name not in REFUSED:
+            raise TypeError(f"DataParallel got an unknown keyword {name!r}")
+        if value:
+            raise ValueError(f"{name} has no meaning here: {REFUSED[name]}")
+
+
+def require_group(process_group: Any) -> None:
+    """Raise ``TypeError`` for devices as the second argument, which they are in torch's signature."""
+    if isinstance(process_group, list | tuple | Integral | str | torch.device):
+        raise TypeError(
+            f"process_group: expected a mesh or a process group, got {process_group!r}: devices have no "
+            f"meaning here: {REFUSED['device_ids']}"
+        )

@@ -1,7 +1,7 @@
 """Where a run's state comes from when its ranks meet, and where it is kept meanwhile.
 
     a rank is killed
-      the others raise PeerLost, leave the group, and meet again with a new rank          script_loop.py
+      the others raise PeerLost, leave the group, and meet again with a new rank          loop.py
       1. is there a rank that has everything?   the newest gives it to those that are behind
       2. else: the newest snapshot that all of its ranks have written                     elastic/snapshot.py
          or the newest checkpoint that verifies, where that is newer                      checkpoint/load.py

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from instep.memory import align_bytes, allocate
 from instep.net.process_group import Group
-from instep.reduce.add_up import add_up
 from instep.reduce.buckets import Bucket, Bundle, Slot, num_real, wire_dtype
 from instep.reduce.exchange import OrderedAllReduce, mean_scale
 from instep.reduce.header import Header
 from instep.reduce.node_format import NodeFormat, Stretch
+from instep.reduce.transport import add_up
 from instep.reduce.tree import Node, plan_sum
 from instep.shard.round_plan import Round
 from instep.shard.shard_groups import ShardRanks

@@ -128,9 +128,8 @@ class SliceReducer(Reduction, GradientPeers):
 
     def assign(self, num_leaves: int) -> StepPlan:
         ranks = self.ranks
-        return StepPlan(
-            True, num_leaves, deal(num_leaves, ranks.shard_group.size, ranks.num_replicas, self.shift)
-        )
+        leaves = deal(num_leaves, ranks.shard_group.size, ranks.num_replicas, self.shift)
+        return StepPlan(True, num_leaves, tuple(leaves))
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         if isinstance(optimizer, ShardedOptimizer):

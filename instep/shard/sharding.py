@@ -27,9 +27,8 @@ from instep.state import homes
 from instep.state.alignment import align
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
-from instep.step.backward import is_in_backward
+from instep.step.backward import StepSession, is_in_backward
 from instep.step.parameter_registry import ParameterRegistry
-from instep.step.session import StepSession
 from instep.verify.subject import GradientPiece, Subject, Value
 
 if TYPE_CHECKING:

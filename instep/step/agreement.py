@@ -148,47 +148,38 @@ class SharedBuffers:
     def exchange(self, checksums: Sequence[int]) -> None:
         """Take the first rank's values. Collective.
 
+        A buffer may have been saved by a forward whose backward is still to come: the second of two losses,
+        or of two forwards. Written in place, that backward would compute with numbers its forward never saw.
+        So a buffer that a graph holds is replaced by a new tensor, and the graph keeps the old one.
+
         Raises:
             ValueError: the ranks have other buffers; on all, naming the first difference.
         """
         if len({checksum >> 31 for checksum in checksums}) > 1:
             fix = ": where each rank makes buffers of its own, pass broadcast_buffers=False"
             require_same_lines(self.group, "buffers", self._lines(), fix=fix)
-        broadcast_buffers(self.module, [x for _, x in self._buffers], self.group)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for _, x in self._buffers:
+            if x.numel():
+                by_device.setdefault(x.device, []).append(x)
+        new: dict[Tensor, Tensor] = {}
+        for buffers in by_device.values():
+            message = torch.cat([as_bytes(x) for x in buffers])
+            self.group.broadcast(message, BROADCAST)
+            for x, part in zip(buffers, message.split([x.nbytes for x in buffers]), strict=True):
+                if not torch.equal(part, as_bytes(x)):  # never on the first rank
+                    values = part.clone().view(x.dtype).view(x.shape)
+                    new[x] = torch.empty_like(x).copy_(values)  # with the strides that it has elsewhere
+        held = {x for x in new if _is_held_by_a_graph(x)}
+        for owner in self.module.modules() if held else ():
+            for name, mine in owner._buffers.items():
+                if mine is not None and mine in held:
+                    owner._buffers[name] = new[mine]
+        for x in new.keys() - held:
+            x.detach().copy_(new[x])
 
     def _lines(self) -> list[str]:
         return [f"buffer {_describe(name, x)}, on {x.device.type}" for name, x in self._buffers]
-
-
-def broadcast_buffers(module: nn.Module, chosen: Sequence[Tensor], group: Group) -> None:
-    """Give ``chosen`` buffers of ``module`` the values that the group's first rank has in them. Collective.
-
-    A buffer may have been saved by a forward whose backward is still to come: the second of two losses, or of
-    two forwards. Written in place, that backward would compute with numbers its forward never saw. So a
-    buffer that a graph holds is replaced by a new tensor, and the graph keeps the old one.
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for buffer in chosen:
-        if buffer.numel():
-            by_device.setdefault(buffer.device, []).append(buffer)
-    new: dict[Tensor, Tensor] = {}
-    for buffers in by_device.values():
-        message = torch.cat([as_bytes(buffer) for buffer in buffers])
-        group.broadcast(message, BROADCAST)
-        if group.rank == 0:
-            continue
-        parts = message.split([buffer.numel() * buffer.element_size() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            if not torch.equal(part, as_bytes(buffer)):
-                values = part.clone().view(buffer.dtype).view(buffer.shape)
-                new[buffer] = torch.empty_like(buffer).copy_(values)  # with the strides that it has elsewhere
-    held = {buffer for buffer in new if _is_held_by_a_graph(buffer)}
-    for owner in module.modules() if held else ():
-        for name, mine in owner._buffers.items():
-            if mine is not None and mine in held:
-                owner._buffers[name] = new[mine]
-    for buffer in new.keys() - held:
-        buffer.detach().copy_(new[buffer])
 
 
 def _describe(name: str, x: Tensor) -> str:

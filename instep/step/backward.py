@@ -18,19 +18,27 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from instep.events import BUFFERS, Span
 from instep.hook import Hook, weakly
+from instep.net.device import generators, marks_for
+from instep.net.lane import Lane
+from instep.net.process_group import Group
+from instep.rng.keys import LeafKeys
+from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
 from instep.step.input_digest import tensors_in
-from instep.step.micro_batches import DeclaredStep
+from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.nesting import require_outermost
-from instep.step.reduction import StepPlan
+from instep.step.parameter_registry import ParameterRegistry
+from instep.step.reduction import Reduction, StepPlan
 
 NO_TASK = -1
 
@@ -93,7 +101,7 @@ class Backward:
         self.sync = True
         self.step_mode: str | None = None
         ranks = self.reducer.data_ranks
-        self._plan = StepPlan(False, len(set(ranks)), [range(r, r + 1) for r in ranks])
+        self._plan = StepPlan(False, len(set(ranks)), tuple(range(r, r + 1) for r in ranks))
         shares = broadcast and self.reducer.group.size > 1
         self._buffers = SharedBuffers(self.registry, self.reducer.group) if shares else None
         self._runs = False  # a backward
@@ -143,7 +151,8 @@ class Backward:
         if self._runs:
             self.look_back()
         if torch.is_grad_enabled() and not self._runs:  # not what a backward computes again
-            require_outermost(self.reducer.optimizer_parameters)
+            if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+                require_outermost(self.reducer.optimizer_parameters)
             self.reducer.recorder.ensure_step()
             self._start("forward")
         if self.declared.inputs.waits:
@@ -240,6 +249,67 @@ class Backward:
     def _stop(self, name: str) -> None:
         if (span := self._open.pop(name, None)) is not None:
             span.end()
+
+
+class StepSession:
+    """What the steps of one wrapper share: plan, random numbers, groups in use, one way to leave, one end.
+
+    They are those of ``module`` by ``reducer``, which says who adds up which gradients; the rest of a step is
+    the same for all wrappers. ``close`` ends them, or the collection of ``wrapper``.
+
+    ``hooks`` and ``lanes`` end with it, and so do the reducer's groups. Other arguments are as for
+    ``LeafKeys`` and ``Backward``.
+    """
+
+    def __init__(
+        self,
+        wrapper: object,
+        module: nn.Module,
+        reducer: Reduction,
+        registry: ParameterRegistry,
+        device: torch.device,
+        *,
+        seed: int,
+        blocks: Mapping[nn.Module, int] | None = None,
+        broadcast: bool = False,
+        records: bool = True,
+        lanes: Iterable[Lane] = (),
+    ) -> None:
+        reducer.recorder.marks = reducer.recorder.marks or marks_for(device)
+        keys = LeafKeys(module, seed, generators(device), blocks)
+        self.declared = DeclaredStep(module, reducer, keys, registry)
+        self.backward = Backward(self.declared, broadcast=broadcast, records=records)
+        self.hooks = self.backward.hooks
+        lanes = [*lanes, reducer.lane]
+        self.close = weakref.finalize(wrapper, _release, self.hooks, lanes, reducer.groups)
+        optimizer_guard.watch(reducer, registry.frozen, self.close)
+
+    def micro_batches(
+        self, counter: Any, num_micro_batches: int | DataSource, step: int | None
+    ) -> Iterator[MicroBatch]:
+        """Those of this rank in declared step ``step``, by default and afterwards ``counter.next_step``."""
+        self.backward.step_mode = "declared"
+        step = counter.next_step if step is None else step
+        iterator = self.declared.run(num_micro_batches, step)
+        self.declared.iterators.add(iterator)
+        if (yield from iterator):
+            counter.next_step = step + 1
+
+    def abandon(self) -> None:
+        """Give up the step that is under way, tell no rank, and close."""
+        self.declared.abandon()
+        self.close()
+
+
+def _release(hooks: Iterable[Any], lanes: Iterable[Lane], groups: Iterable[Group]) -> None:
+    for hook in hooks:
+        hook.remove()
+    for group in groups:
+        group.give_up()  # a program that ends after an error must not wait for its peers
+    for lane in lanes:
+        lane.close()
+    for group in groups:
+        group.close()
 
 
 def _gradient_came(reference: weakref.ref[Backward], i: int, parameter: Tensor) -> None:

@@ -135,24 +135,13 @@ class DeclaredStep:
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, int, Tensor | None]] = []
         self._open: StepPlan | None = None  # of the step that is under way
         self.weight_taken: int | None = None  # of the open one, when its first gradient came
-        self._iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()
+        self.iterators: WeakSet[Generator[MicroBatch, None, bool]] = WeakSet()  # of ``run``, that are kept
 
     def gradient_came(self) -> None:
         """A gradient of the open micro-batch has come: its weight counts from now on."""
         if self.micro_batch is not None and self.weight_taken is None:
             self.weight_taken = self.micro_batch.checked_weight()
             self.reducer.weight += self.weight_taken
-
-    def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
-        """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
-
-        Raises:
-            ValueError: a rule of declared steps is broken; the message names it and the ways out.
-            Desync: another rank left the step, or is in another one.
-        """
-        iterator = self._run(micro_batches, step)
-        self._iterators.add(iterator)
-        return iterator
 
     def abandon(self) -> None:
         """Give up the step that is under way, if one is, and tell no rank.
@@ -161,10 +150,16 @@ class DeclaredStep:
         generators back in the middle of another step.
         """
         self.reducer.abandon()  # first, else the end of an iterator would tell the others
-        for iterator in list(self._iterators):
+        for iterator in list(self.iterators):
             iterator.close()
 
-    def _run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
+    def run(self, micro_batches: int | DataSource, step: int) -> Generator[MicroBatch, None, bool]:
+        """Yield this rank's micro-batches of step ``step``, then set every ``.grad``; return True.
+
+        Raises:
+            ValueError: a rule of declared steps is broken; the message names it and the ways out.
+            Desync: another rank left the step, or is in another one.
+        """
         num_micro_batches, source = count_and_source(micro_batches)
         plan = self.plan(num_micro_batches, source, step)
         with self.begun(plan, source) as own:

@@ -88,12 +88,10 @@ def require_reducible(module: nn.Module) -> None:
 
 
 def require_outermost(parameters: Iterable[Tensor]) -> None:
-    """Raise ``ValueError`` inside a forward of torch's DDP that exchanges gradients of ``parameters`` too."""
-    outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if outer is not None:
-        theirs = set(map(id, outer._module_parameters))
-        if not theirs.isdisjoint(map(id, parameters)):
-            raise _around(DDP, "a model of which instep has wrapped a part")
+    """In a forward of torch's DDP: raise ``ValueError`` if it exchanges gradients of ``parameters`` too."""
+    outer: Any = DistributedDataParallel._active_ddp_module
+    if not set(map(id, outer._module_parameters)).isdisjoint(map(id, parameters)):
+        raise _around(DDP, "a model of which instep has wrapped a part")
 
 
 def _trainable(value: Any) -> Iterator[Tensor]:

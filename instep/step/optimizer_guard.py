@@ -130,10 +130,6 @@ def meeting_of(optimizer: Optimizer, group: Group) -> Reduction | None:
     return None
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _owned(optimizer: Optimizer) -> Owned:
     """Twice in every step: without a call per parameter."""
     found: dict[Reduction, list[tuple[Tensor, Owner]]] = {}

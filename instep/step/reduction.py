@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,10 +44,10 @@ from instep.step.gradients import Gradients
 from instep.step.input_digest import InputDigest
 from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.step.running_statistics import RunningStatistics
-from instep.step.unused_parameters import UnusedParameters
 
 _is_full = attrgetter("is_full")
 NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+SHOWN = 8  # parameters in a message
 GRADIENT_NORM = "the gradient norm"
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
@@ -101,7 +102,7 @@ class StepPlan:
 
     declared: bool
     num_leaves: int
-    leaves: Sequence[Sequence[int]]
+    leaves: tuple[Sequence[int], ...]
     step: int = -1
     data_position: int = -1
     data_identity: int = 0
@@ -287,7 +288,7 @@ class Reduction(ABC):
         num_ranks = len(set(self.data_ranks))
         num_hosts = self.group.num_hosts if num_ranks == self.group.size else 1
         leaves = rotated(host_major(num_leaves, num_hosts, num_ranks // num_hosts), self.shift)
-        return StepPlan(True, num_leaves, [*map(leaves.__getitem__, self.data_ranks)])
+        return StepPlan(True, num_leaves, tuple(map(leaves.__getitem__, self.data_ranks)))
 
     @property
     def micro_batch(self) -> int | None:
@@ -528,3 +529,78 @@ class Reduction(ABC):
         """All gradients have arrived: which parameters got none? Raises as ``UnusedParameters.report``."""
         if not self.options.unused and not all(map(_is_full, self.buckets)):
             self._unused.report(self.buckets, self.steps, forbidden=self.options.unused is False)
+
+
+class Unused(NamedTuple):
+    """A parameter that ``ranks`` of the group had no gradient for, though they had others."""
+
+    position: int
+    ranks: list[int]
+    on_some: bool  # others had one
+    frozen: list[int]  # of ``ranks``, those where it requires no gradient, though others had one
+
+
+class UnusedParameters:
+    """Reports by ``names`` and ``ranks`` parameters that got no gradient; if it ``warns``, once each.
+
+    A rank that does not use a parameter counts as zero. That is right where the data decide which branch of a
+    model is used, and wrong where one rank has frozen what the others train: the mean would lack a share.
+    """
+
+    def __init__(self, names: Sequence[str], ranks: Sequence[int], *, warns: bool) -> None:
+        self._names, self._ranks, self._warns = names, ranks, warns
+        self._reported: frozenset[int] = frozenset()
+
+    def report(self, buckets: Sequence[Bundle], step: int, *, forbidden: bool) -> None:
+        """Call it after the exchange of ``buckets``.
+
+        Raises:
+            Desync: a rank had none because the parameter is frozen there, and others had one.
+            ValueError: unused parameters are ``forbidden``.
+        """
+        if not (unused := find_unused(buckets)):
+            return
+        if alone := [x._replace(ranks=x.frozen) for x in unused if x.frozen]:
+            raise Desync(
+                f"frozen on some ranks alone (requires_grad=False): {self._describe(alone)}; in step {step} "
+                "other ranks had gradients for them, and the mean would lack a share: freeze on every rank, "
+                "or pass find_unused_parameters=True if this is meant"
+            )
+        if unused and forbidden:
+            raise ValueError(
+                f"no gradient came for {self._describe(unused)} in step {step}, and "
+                "find_unused_parameters=False forbids it: pass True or freeze them"
+            )
+        new = [x for x in unused if x.position not in self._reported]
+        self._reported |= {x.position for x in new}
+        if new and self._warns:
+            warnings.warn(
+                f"no gradient came for {self._describe(new)} in step {step}: where other ranks had one, zero "
+                "was averaged in; where none had, .grad was left alone. Pass find_unused_parameters=True if "
+                "this is meant",
+                stacklevel=3,
+            )
+
+    def _describe(self, unused: Sequence[Unused]) -> str:
+        lines = []
+        for x in unused[:SHOWN]:
+            ranks = ", ".join(str(self._ranks[r]) for r in x.ranks)
+            lines.append(f"{self._names[x.position]!r} on {f'rank {ranks}' if x.on_some else 'any rank'}")
+        more = f"; and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
+        return "; ".join(lines) + more
+
+
+def find_unused(buckets: Sequence[Bundle]) -> list[Unused]:
+    """A rank that had no gradient at all, because it had no micro-batch or no weight, is not counted."""
+    ranks = range(len(buckets[0].presence))
+    busy = [r for r in ranks if any(bucket.presence[r] for bucket in buckets)]
+    found = []
+    for bucket in buckets:
+        for k, slot in enumerate(bucket.slots):
+            its = busy if bucket.places is None else [r for r in busy if r in bucket.places]
+            without = [r for r in its if not bucket.presence[r] >> k & 1]
+            if without:
+                on_some = len(without) < len(its)
+                frozen = [r for r in without if on_some and bucket.frozen[r] >> k & 1]
+                found.append(Unused(slot.position, without, on_some, frozen))
+    return found

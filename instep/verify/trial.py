@@ -113,7 +113,7 @@ class Trial:
         except BaseException:
             if reducer.exchanges == before and reducer.plan is None:
                 size = reducer.group.size
-                reducer.begin(StepPlan(False, size, [[r] for r in range(size)]))
+                reducer.begin(StepPlan(False, size, tuple(range(r, r + 1) for r in range(size))))
             reducer.leave()
             raise
 

@@ -12,8 +12,8 @@ import torch
 
 from instep.native import build, library
 from instep.native.build import BuildFailed
-from instep.reduce.add_up import add_up
 from instep.reduce.node_format import BucketNodes
+from instep.reduce.transport import add_up
 from instep.reduce.tree import plan_sum
 from instep.shm import segment
 from tests.native.without import without_core

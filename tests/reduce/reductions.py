@@ -155,7 +155,7 @@ def filled_bucket(
 
 def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
     """A step begins, and these are the leaves of this rank."""
-    bucket.begin(num_leaves, lambda _: 0, [range(num_leaves)])
+    bucket.begin(num_leaves, lambda _: 0, (range(num_leaves),))
     for leaf, gradient in own.items():
         buffer = bucket.counter.open()
         parts = gradient.split([slot.length for slot in bucket.slots])
@@ -167,7 +167,7 @@ def fill(bucket: Bucket, own: dict[int, Tensor], num_leaves: int) -> None:
 
 def header_for(bucket: Bucket, leaves: Leaves, weight: int) -> Header:
     """Of ``bucket``, which is the sum of ``leaves``."""
-    bucket.sum = plan_sum(leaves, sum(map(len, leaves)))
+    bucket.sum = plan_sum(tuple(map(tuple, leaves)), sum(map(len, leaves)))
     return Header(
         version=VERSION,
         declared=1,

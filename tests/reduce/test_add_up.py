@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.memory import PIECE_BYTES
-from instep.reduce.add_up import add_up
 from instep.reduce.node_format import BucketNodes
+from instep.reduce.transport import add_up
 from instep.reduce.tree import Sum
 from tests.native.without import without_core
 

@@ -195,10 +195,10 @@ def so_many(count: int) -> Callable[[Bucket], int]:
 
 def test_a_step_begins_without_leaves_and_without_presence():
     bucket = one_bucket(parameters_of(3))
-    bucket.begin(2, so_many(0), [range(2)])
+    bucket.begin(2, so_many(0), (range(2),))
     bucket.slots[0].present = bucket.launched = True
     bucket.counter.push(0, bucket.counter.open())
-    bucket.begin(2, so_many(0), [range(2)])
+    bucket.begin(2, so_many(0), (range(2),))
     assert not bucket.counter.roots
     assert not bucket.launched
     assert not bucket.slots[0].present
@@ -216,11 +216,11 @@ def test_a_bucket_stays_where_it_is_while_only_the_gradients_are_its_views():
     bucket = one_bucket(parameters)
     for step in range(3):
         address = bucket.home.data_ptr()
-        bucket.begin(1, so_many(attached(bucket, parameters)), [range(1)])
+        bucket.begin(1, so_many(attached(bucket, parameters)), (range(1),))
         assert bucket.home.data_ptr() == address
         if step == 1:
             parameters[0].grad = None  # as zero_grad does
-            bucket.begin(1, so_many(1), [range(1)])
+            bucket.begin(1, so_many(1), (range(1),))
             assert bucket.home.data_ptr() == address
 
 
@@ -239,13 +239,13 @@ def test_a_bucket_moves_rather_than_write_over_a_gradient_that_somebody_kept(kee
     elif kept is parameters[0].grad:
         num_attached, parameters[0].grad = 1, None  # else torch would accumulate into the kept one as well
     expected = kept.tolist()
-    bucket.begin(1, so_many(num_attached), [range(1)])
+    bucket.begin(1, so_many(num_attached), (range(1),))
     assert bucket.home.data_ptr() != address
     assert bucket.home.data_ptr() % align_bytes(CPU) == 0
     bucket.home.fill_(9)
     assert kept.tolist() == expected
     address = bucket.home.data_ptr()
-    bucket.begin(1, so_many(0), [range(1)])
+    bucket.begin(1, so_many(0), (range(1),))
     assert bucket.home.data_ptr() == address  # once is enough
 
 
@@ -253,7 +253,7 @@ def test_a_bucket_that_moved_has_new_memory_and_lets_go_of_the_old():
     bucket = one_bucket(parameters_of(3))
     kept = bucket.view(bucket.slots[0], bucket.home)
     old = weakref.ref(bucket.views(bucket.home)[0])
-    bucket.begin(1, so_many(0), [range(1)])
+    bucket.begin(1, so_many(0), (range(1),))
     assert bucket.views(bucket.home)[0].data_ptr() == bucket.home.data_ptr() != kept.data_ptr()
     assert bool((bucket.home == 0).all()) and bool(torch.signbit(bucket.home).all())
     assert old() is None

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.mesh.mesh import Mesh, get, registered_mesh
-from instep.replicate.ddp_keywords import REFUSED
-from instep.replicate.wrapper import DataParallel
+from instep.replicate.wrapper import REFUSED, DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense, Twice
 from tests.replicate.replicas import assert_mean_gradients, equal_everywhere, gradients, samples, square

@@ -18,8 +18,8 @@ from instep.errors import Desync, PeerLost
 from instep.launch.launch import RankFailed, launch
 from instep.mesh.join import init
 from instep.mesh.mesh import Mesh
-from instep.reduce.gloo_transport import GlooTransport
 from instep.reduce.hierarchical_transport import HierarchicalTransport
+from instep.reduce.transport import GlooTransport
 from instep.replicate.wrapper import DataParallel
 from tests.far import evenly, hosts
 from tests.lab import on_each, two_hosts

@@ -21,10 +21,10 @@ from instep.replicate.bucketed import Bucketed
 from instep.replicate.reducer import Reducer
 from instep.state.alignment import align
 from instep.step.agreement import agree_on_structure
+from instep.step.backward import StepSession
 from instep.step.micro_batches import MicroBatch
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import ONE_GROUP, GradientGroups, ReductionOptions
-from instep.step.session import StepSession
 from tests.parity import numbers
 from tests.reduce.trees import tree_sum
 from tests.world import world

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from instep.errors import PeerLost
-from instep.reduce.gloo_transport import GlooTransport
+from instep.reduce.transport import GlooTransport
 from instep.reduce.tree import rank_major
 from tests.reduce.reductions import drawn_bucket, new_exchange, run
 from tests.world import world
