@@ -510,7 +510,7 @@ class Pipeline(WrappedOnce, ModuleProxy):
             group=self.group,
             gradients=lambda: [bucket.home for reducer in reducers for bucket in reducer.buckets],
             scratch=lambda: [
-                *(x for reducer in reducers for bucket in reducer.buckets for x in bucket.spares),
+                *(x for reducer in reducers for bucket in reducer.buckets for x in bucket.counter.spares),
                 *(x for reducer in reducers for x in reducer.exchange.scratch),
                 *self._tied.memory,
             ],

@@ -325,11 +325,6 @@ class Bucket(Bundle):
     def home(self) -> Tensor:
         return self.counter.home
 
-    @property
-    def spares(self) -> list[Tensor]:
-        """The buffers of partial sums beside ``home``."""
-        return self.counter.spares
-
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """``slot`` of ``buffer`` with the shape of its parameter, in the bucket's dtype."""
         flat = buffer[slot.offset : slot.offset + slot.length]

@@ -20,9 +20,9 @@ from instep.reduce.buckets import Bucket, Caps
 
 
 class Naive:
-    """A step: ``ready`` is told of each whole bucket during backward; ``finish`` is called after it."""
+    """A step: ``begin``; ``ready`` with each whole bucket during backward; ``finish`` after it."""
 
-    overlaps = False
+    overlaps = False  # whether ``ready`` is called as soon as a bucket is whole, or when backward has ended
 
     def __init__(self, launch: Callable[[Bucket], Work]) -> None:
         self.launch = launch

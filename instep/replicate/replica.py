@@ -62,7 +62,7 @@ def replicate(
     return copies
 
 
-def take_gradients(weights: Iterable[Tensor], one: MicroBatch) -> Gradients:
+def take_leaf(weights: Iterable[Tensor], one: MicroBatch) -> Gradients:
     """The gradients of micro-batch ``one``, in float32 at least: as leaves of the sum tree."""
     found = [p.grad for p in weights]
     for p in weights:
@@ -73,3 +73,16 @@ def take_gradients(weights: Iterable[Tensor], one: MicroBatch) -> Gradients:
     if any(x is not None and x.is_sparse for x in found):
         raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
     return [x if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in found]
+
+
+def has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def joined(*outputs: Any) -> Any:
+    """One leaf of the output of a split batch, from those of the replicas."""
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs) if has_rows(outputs[0]) else torch.stack(outputs)
+    if any(x != outputs[0] for x in outputs):
+        raise ValueError(f"replicas returned {outputs[0]!r} and other values: expected tensors")
+    return outputs[0]

@@ -30,7 +30,6 @@ from instep.errors import Desync
 from instep.events import PARAMETER_UPDATE
 from instep.mesh.mesh import Mesh
 from instep.net.agree import all_or_none, attempt
-from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket
 from instep.reduce.transport import CollectiveTransport, add_up, local_roots
 from instep.reduce.tree import Sum
@@ -83,12 +82,12 @@ class ParameterServer(WrappedOnce, ModuleProxy):
     ) -> None:
         super().__init__(module)
         self.optimizer = optimizer
-        options: dict[str, Any] = {"strategy": "flat", "find_unused_parameters": True}
-        self.model = DataParallel(module, process_group=process_group, **options)
+        self.model = DataParallel(module, process_group, "flat", find_unused_parameters=True)
         self.group, self.recorder = self.model.group, self.model.recorder
         self.is_server = self.group.rank == 0
-        self._reducer = reducer = self.model._reducer
-        reducer.exchange.transport = self._transport = ServerTransport(self.group, reducer)
+        reducer = self.model._reducer
+        reducer.exchange.transport = self._transport = ServerTransport(self.group)
+        self._transport.reducer = reducer
         reducer.ends_steps = reducer.all_step = False  # ``step`` ends the step
         try:
             all_or_none(self.group, "the comparison of optimizers", self._check, errors=(ValueError,))
@@ -119,7 +118,8 @@ class ParameterServer(WrappedOnce, ModuleProxy):
             Desync: on the workers, if the server's optimizer raised; there, that error itself.
             PeerLost: a rank did not come.
         """
-        if not has_gradient(reducer := self._reducer):
+        reducer = self._transport.reducer
+        if not reducer.exchanges or reducer.given_up:
             raise ValueError("step() without a gradient: call backward(), or run micro_batches(), first")
         updated = attempt(self.optimizer.step if self.optimizer and self.is_server else lambda: None)
         reducer.gradients.drop()
@@ -155,19 +155,13 @@ class ParameterServer(WrappedOnce, ModuleProxy):
     __reduce__ = __instep_state__  # of copies and pickles
 
 
-def has_gradient(reducer: Reducer) -> bool:
-    return reducer.exchanges > 0 and not reducer.given_up
-
-
 class ServerTransport(CollectiveTransport):
     """Leaves the sums with the server, whose scratch holds what the workers send: (W-1) S bytes or more."""
 
-    def __init__(self, group: Group, reducer: Reducer) -> None:
-        super().__init__(group)
-        self.reducer, self.recorder = reducer, reducer.recorder
+    reducer: Reducer
 
     def reduce(self, bucket: Bucket, plan: Sum, scale: float, name: str) -> None:
-        if has_gradient(self.reducer):  # on all ranks
+        if self.reducer.exchanges and not self.reducer.given_up:  # on all ranks
             raise ValueError("a second gradient before step(): accumulate in micro_batches()")
         roots, length = local_roots(bucket), len(bucket.home)
         if self.group.rank != 0:
@@ -178,7 +172,7 @@ class ServerTransport(CollectiveTransport):
         splits = [0, *(count * length for count in plan.counts[1:])]
         received = self.scratch.take(sum(splits), bucket.dtype, bucket.device)
         self._move("receive", received, splits, bucket, name)
-        with self.recorder.span("aggregate", lane="communication", bucket=bucket.index):
+        with self.reducer.recorder.span("aggregate", lane="communication", bucket=bucket.index):
             add_up([*roots, *received.view(-1, length)], plan, scale, [bucket.home], bucket.nodes)
 
     def send_weights(self, computed: Any) -> None:
@@ -198,7 +192,7 @@ class ServerTransport(CollectiveTransport):
     def _move(self, what: str, x: Tensor, splits: list[int], bucket: Bucket, name: str) -> None:
         nothing = [0] * self.group.size
         splits += nothing[len(splits) :]
-        with self.recorder.span(what, lane="communication", num_bytes=x.nbytes, bucket=bucket.index):
+        with self.reducer.recorder.span(what, lane="communication", num_bytes=x.nbytes, bucket=bucket.index):
             if what == "send":
                 self.group.all_to_all(x[:0], x, nothing, splits, name)
             else:

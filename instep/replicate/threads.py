@@ -25,7 +25,7 @@ from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from instep.events import Recorder
@@ -33,7 +33,7 @@ from instep.mesh.join import require_one_rank
 from instep.net.device import generators
 from instep.reduce.tree import rank_major
 from instep.replicate.module_proxy import ModuleProxy
-from instep.replicate.replica import Broadcast, Gradients, replicate, take_gradients, tree_sum
+from instep.replicate.replica import Broadcast, Gradients, has_rows, joined, replicate, take_leaf, tree_sum
 from instep.rng.generators import generators_in, generators_of, global_generators, same_state
 from instep.state.alignment import align
 from instep.step.micro_batches import MicroBatch, changed_buffer, count_and_source, require_no_gradients
@@ -82,7 +82,7 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
         self._constructed()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        lengths = {len(x) for x in tree_leaves((args, kwargs)) if _has_rows(x)}
+        lengths = {len(x) for x in tree_leaves((args, kwargs)) if has_rows(x)}
         if len(lengths) > 1:
             raise ValueError(f"expected tensors of one length along dim 0, the batch, got {sorted(lengths)}")
         parts = min([self.num_replicas, *lengths]) if lengths else 1
@@ -93,10 +93,10 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
 
         def call(r: int) -> Callable[[], Any]:
             model = replicate(self.module, {id(p): next(copies) for p in trained}, owns_buffers=r == 0)
-            own = tree_map(lambda x: x.tensor_split(parts)[r] if _has_rows(x) else x, (args, kwargs))
+            own = tree_map(lambda x: x.tensor_split(parts)[r] if has_rows(x) else x, (args, kwargs))
             return partial(model[id(self.module)], *own[0], **own[1])
 
-        return tree_map(_joined, *self._run("forward", [call(r) for r in range(parts)]))
+        return tree_map(joined, *self._run("forward", [call(r) for r in range(parts)]))
 
     def micro_batches(self, num_micro_batches: Any, body: Callable[[nn.Module, MicroBatch], T]) -> list[T]:
         """Run a declared step, with the bits of ``DataParallel``; ``.grad`` is then the mean over all G.
@@ -142,7 +142,7 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
                 for (name, x), y in zip(self.module.named_buffers(), model.buffers(), strict=True):
                     if not torch.equal(x, y):
                         raise changed_buffer(name)
-                found.append((result, take_gradients(weights.values(), one)))
+                found.append((result, take_leaf(weights.values(), one)))
             all_statistics.measured |= statistics.measured
             return found
 
@@ -195,16 +195,3 @@ class ThreadedReplicas(WrappedOnce, ModuleProxy):
         raise ValueError(f"ThreadedReplicas is for comparison, without Run, checkpoints, copies: {INSTEAD}")
 
     __reduce__ = __instep_state__  # of copies and pickles
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0
-
-
-def _joined(*outputs: Any) -> Any:
-    """One leaf of the output, from the replicas' leaves."""
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(outputs) if _has_rows(outputs[0]) else torch.stack(outputs)
-    if any(x != outputs[0] for x in outputs):
-        raise ValueError(f"replicas returned {outputs[0]!r} and other values: expected tensors")
-    return outputs[0]

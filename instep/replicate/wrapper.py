@@ -436,20 +436,17 @@ class DataParallel(WrappedOnce, ModuleProxy):
             group=self.group,
             gradients=lambda: [bucket.home for bucket in reducer.buckets],
             scratch=lambda: [
-                *(x for bucket in reducer.buckets for x in bucket.spares),
+                *(x for bucket in reducer.buckets for x in bucket.counter.spares),
                 *reducer.exchange.scratch,
             ],
             counter=self,
             nodes=str(self._options.nodes),
-            leave=self._leave,
+            leave=lambda: self._session.abandon(),
             join=self._join,
             settled=lambda: reducer.watch.settled(),
             micro_batch=lambda: reducer.micro_batch,
             reductions={"": reducer},
         )
-
-    def _leave(self) -> None:
-        self._session.abandon()
 
     def _join(self, mesh: Mesh) -> None:
         before = self._session.backward

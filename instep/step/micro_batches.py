@@ -165,7 +165,10 @@ class DeclaredStep:
         with self.begun(plan, source) as own:
             data = None if source is None else source.read(own)
             for leaf in own:
-                micro_batch = self._next(leaf, num_micro_batches, data)
+                micro_batch = MicroBatch(leaf, num_micro_batches)
+                if data is not None:
+                    with self.reducer.recorder.span("data", lane="data", leaf=leaf):
+                        micro_batch.data, micro_batch.weight = next(data)
                 with self.visit(micro_batch, gradients=True, last=leaf == own[-1]):
                     yield micro_batch
         return True
@@ -233,13 +236,6 @@ class DeclaredStep:
             if gradients:
                 self.reducer.close_leaf()
         self.micro_batch = None
-
-    def _next(self, leaf: int, num_micro_batches: int, data: Iterator[tuple[Any, int]] | None) -> MicroBatch:
-        if data is None:
-            return MicroBatch(leaf, num_micro_batches)
-        with self.reducer.recorder.span("data", lane="data", leaf=leaf):
-            values, weight = next(data)
-        return MicroBatch(leaf, num_micro_batches, weight, values)
 
     def _check_start(self, num_micro_batches: int) -> set[int]:
         """The positions of the parameters whose gradients are zeros."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -225,15 +224,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         reducer.steps_now(optimizer)
     if closure is None:
         return None
-    checked = partial(_checked, optimizer, closure)
+
+    def checked() -> Any:
+        found = closure()
+        require_reduced(optimizer)
+        return found
+
     return (args[0], checked), {k: v for k, v in kwargs.items() if k != "closure"}
-
-
-def _checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    """What ``closure`` returns, which may have exchanged the gradients."""
-    found = closure()
-    require_reduced(optimizer)
-    return found
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

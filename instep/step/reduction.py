@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from instep.events import BATCH_NORM, Recorder, Span
 from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
 from instep.net.device import Stream
-from instep.net.lane import Lane, Work
+from instep.net.lane import Lane
 from instep.net.process_group import Group
-from instep.reduce.buckets import Bucket, Bundle, Caps
+from instep.reduce.buckets import Bundle, Caps
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import COMPARE, NORM, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
@@ -52,33 +52,11 @@ GRADIENT_NORM = "the gradient norm"
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
 
-class Strategy(Protocol):
-    """Which gradients travel together, and when: what the reducer asks of a strategy.
-
-    In a step: ``begin``, ``ready`` for each complete bucket during backward, ``finish`` after it.
-
-    ``overlaps``: ``ready`` is called as soon as a bucket is complete, not only when backward has ended.
-    """
-
-    overlaps: bool
-
-    def __init__(self, launch: Callable[[Bucket], Work]) -> None: ...
-
-    @staticmethod
-    def group(parameters: Sequence[Tensor], order: Sequence[int], caps: Caps) -> list[list[int]]: ...
-
-    def begin(self, buckets: Sequence[Bucket]) -> None: ...
-
-    def ready(self, bucket: Bucket) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class ReductionOptions:
     """How to reduce: what a user chose once for the wrapper."""
 
-    strategy: type[Strategy]
+    strategy: type[Any]  # ``replicate.naive.Naive``, or a class with its methods
     caps: Caps = 25
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns, False raises
