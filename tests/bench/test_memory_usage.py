@@ -90,7 +90,7 @@ def test_the_tree_over_k_micro_batches_takes_log2_of_k_gradients(num_leaves, sum
 
 @world(2)
 @pytest.mark.parametrize(("at_once_bytes", "received"), [(0, 0.5), (1 << 20, 3)])
-def test_over_messages_a_rank_receives_half_a_gradient_or_small_ones_whole_beside_what_it_sends(mesh, at_once_bytes, received):
+def test_over_messages_a_rank_receives_half_a_gradient_and_small_ones_whole(mesh, at_once_bytes, received):
     module = Tied()
     model = DataParallel(module, process_group=mesh)
     exchange = model._reducer.exchange
