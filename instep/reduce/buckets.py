@@ -48,15 +48,9 @@ class TreeAccumulator:
     """
 
     def __init__(
-        self,
-        home: Tensor,
-        spare: Callable[[], Tensor],
-        *,
-        ordered: bool = True,
-        nodes: BucketNodes | None = None,
+        self, home: Tensor, spare: Callable[[], Tensor], *, nodes: BucketNodes | None = None
     ) -> None:
         self.home = home
-        self.ordered = ordered
         self._nodes = nodes or BucketNodes(len(home), 1, home.dtype)
         self._spare = spare
         self.spares: list[Tensor] = []
@@ -104,9 +98,7 @@ class TreeAccumulator:
         if at < 0 or self._nodes.rounds:
             return None
         node, value = self.roots[at]
-        if self.ordered and not are_siblings(node, (leaf, leaf + 1), self.num_leaves):
-            return None
-        return value
+        return value if are_siblings(node, (leaf, leaf + 1), self.num_leaves) else None
 
     def added(self, leaf: int) -> None:
         """Leaf number ``leaf`` has been accumulated into ``sibling_of`` it."""
@@ -117,7 +109,7 @@ class TreeAccumulator:
 
     def _index(self, leaf: int) -> int:
         """The index in ``roots`` at which ``leaf`` is inserted."""
-        return bisect_left(self.roots, leaf, key=lambda root: root[0][0]) if self.ordered else len(self.roots)
+        return bisect_left(self.roots, leaf, key=lambda root: root[0][0])
 
     def _merge(self, at: int) -> None:
         """Merge root ``at``, which is new, with its neighbours as far as the tree allows."""
@@ -125,8 +117,7 @@ class TreeAccumulator:
             if not 0 <= i < len(self.roots) - 1:
                 continue
             (left, value), (right, other) = self.roots[i : i + 2]
-            # Unordered sums are a left fold, like .grad accumulation.
-            if not self.ordered or are_siblings(left, right, self.num_leaves):
+            if are_siblings(left, right, self.num_leaves):
                 node = left[0], right[1]
                 self._nodes.add(value, other, node)
                 self._free.append(other)
@@ -294,7 +285,6 @@ class Bucket(Bundle):
     reduces ``counter.roots`` to the mean gradient in ``counter.home``, down the tree of ``sum``.
     """
 
-    ordered: bool = True
     nodes_format: NodeFormat = IN_FLOAT32
     parts: Sequence[Stretch] | None = None  # the elements of each parameter, if not as in ``slots``
     sum: Sum | None = field(default=None, init=False)
@@ -352,8 +342,7 @@ class Bucket(Bundle):
             own = leaves[self.places[self.group.rank]]
             leaves, num_leaves = side_by_side(leaves, self.places)
             self._leaf_numbers = dict(zip(own, leaves[self.group.rank], strict=True))
-        if self.ordered:
-            self.sum = plan_sum(leaves, num_leaves)
+        self.sum = plan_sum(leaves, num_leaves)
         self.counter.reset(num_leaves)
         self.launched = False
         for slot in self.slots:
@@ -381,9 +370,7 @@ class Bucket(Bundle):
         self.leaf = None
 
     def _make_counter(self) -> None:
-        self.counter = TreeAccumulator(
-            self._buffer(), weakly(self._buffer), ordered=self.ordered, nodes=self.nodes
-        )
+        self.counter = TreeAccumulator(self._buffer(), weakly(self._buffer), nodes=self.nodes)
         self._idle_references = self._references()
 
     def _buffer(self) -> Tensor:
@@ -402,7 +389,6 @@ def make_buckets(
     members: Sequence[Sequence[int]],
     group: Group,
     *,
-    ordered: bool,
     nodes: NodeFormat = IN_FLOAT32,
     groups: Mapping[int, Group] | None = None,
 ) -> list[Bucket]:
@@ -424,7 +410,7 @@ def make_buckets(
             for position, offset, length, parameter in zip(positions, offsets, lengths, its, strict=True)
         ]
         its_group = (groups or {}).get(positions[0], group)
-        buckets.append(Bucket(index, slots, dtype, device, its_group, ordered, nodes))
+        buckets.append(Bucket(index, slots, dtype, device, its_group, nodes))
     for bucket in buckets[:-1]:
         bucket.followed = True
     return buckets

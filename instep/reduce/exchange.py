@@ -36,7 +36,7 @@ from instep.reduce.buckets import Bucket, Bundle
 from instep.reduce.header import NUM_FIELDS, Header, describe_step, disagreement, header_length, pack, unpack
 from instep.reduce.hierarchical_transport import HierarchicalTransport
 from instep.reduce.shm_transport import ShmTransport
-from instep.reduce.transport import CollectiveTransport, GlooTransport
+from instep.reduce.transport import CollectiveTransport, GlooTransport, local_roots
 from instep.reduce.tree import Sum
 
 _weight, _buffers, _input_digest = map(attrgetter, ("weight", "buffers", "input_digest"))
@@ -194,11 +194,14 @@ class OrderedAllReduce:
 
 def _unordered(bucket: Bucket, scale: float, name: str) -> None:
     """The plain all-reduce, in the backend's order, for comparison."""
-    if not bucket.counter.roots:
-        bucket.home.zero_()
-    bucket.group.all_reduce(bucket.home, name)
+    home, roots = bucket.home, local_roots(bucket)
+    if not roots:
+        home.zero_()
+    for other in roots[1:]:
+        home.add_(other)
+    bucket.group.all_reduce(home, name)
     if scale != 1.0:
-        bucket.home.mul_(scale)
+        home.mul_(scale)
 
 
 def _fastest_transport(group: Group) -> CollectiveTransport:

@@ -46,7 +46,8 @@ class HierarchicalTransport(CollectiveTransport):
         super().__init__(group)
         assert group.near is not None
         self.near = group.near
-        self._local = ShmTransport(group.near, at_once_bytes=0)
+        self._local = ShmTransport(group.near)
+        self._local.at_once_bytes = 0
         self._other_hosts = [(group.host + k) % group.num_hosts for k in range(1, group.num_hosts)]
 
     def exchange_headers(self, row: Tensor, name: str, payload: Payload | None = None) -> Tensor:

@@ -23,8 +23,6 @@ from instep.reduce.buckets import Bucket, TreeAccumulator
 from instep.reduce.transport import CollectiveTransport, Payload, add_up, local_roots
 from instep.reduce.tree import Sum
 
-# Of all roots of a bucket together: a barrier costs as much as adding these bytes.
-AT_ONCE_BYTES = 512 << 10
 ADDRESS_WORDS, WORD_BYTES, LINE_BYTES = 4, 8, 64
 Mapped = tuple[list[list[int]], list[Tensor], list[Tensor]]
 """Addresses by rank, and this rank's slice of every root and of every home."""
@@ -37,9 +35,10 @@ class ShmTransport(CollectiveTransport):
     """
 
     group: SharedGroup
+    at_once_bytes = 512 << 10  # a barrier costs as much as adding these
 
-    def __init__(self, group: SharedGroup, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
-        super().__init__(group, at_once_bytes=at_once_bytes)
+    def __init__(self, group: SharedGroup) -> None:
+        super().__init__(group)
         self._published: Tensor | None = None  # by all ranks, of the next bucket
         self._start = 0  # of the payload in it, behind the header, in words
         self._mapped: WeakKeyDictionary[TreeAccumulator, Mapped] = WeakKeyDictionary()

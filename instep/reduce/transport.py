@@ -28,8 +28,6 @@ from instep.reduce.tree import Sum
 
 _NATIVE = (torch.float32, torch.float64)
 _value, _address = itemgetter(1), Tensor.data_ptr
-# Of all roots of a bucket together: the second message takes as long as sending and adding these bytes.
-AT_ONCE_BYTES = 256 << 10
 Payload: TypeAlias = tuple[Bucket, Sum]
 """The bucket that is reduced next, and its plan."""
 Parts: TypeAlias = Sequence[tuple[Tensor, int]]
@@ -75,10 +73,11 @@ class CollectiveTransport:
     ranks together is small.
     """
 
-    def __init__(self, group: Group, *, at_once_bytes: int = AT_ONCE_BYTES) -> None:
+    at_once_bytes = 256 << 10  # the second message takes as long as sending and adding these
+
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.scratch = Scratch()
-        self.at_once_bytes = at_once_bytes
 
     def exchange_headers(self, row: Tensor, name: str, payload: Payload | None = None) -> Tensor:
         """The ``row`` (length,) int64 of every rank, in CPU memory: (W, length).

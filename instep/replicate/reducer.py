@@ -136,7 +136,6 @@ class Reducer(Reduction):
             self.parameters,
             members,
             self.group,
-            ordered=self.options.ordered,
             nodes=self.options.nodes,
             groups=self.bundling.of,
         )

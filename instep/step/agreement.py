@@ -31,24 +31,17 @@ T = TypeVar("T")
 BROADCAST = "the broadcast of buffers"
 
 
-def structure_lines(module: nn.Module) -> list[str]:
-    """One line per parameter and buffer of ``module``, in registration order."""
-    lines = [
-        f"parameter {_describe(name, p)}, requires_grad={p.requires_grad}"
-        for name, p in module.named_parameters()
-    ]
-    return lines + [f"buffer {_describe(name, b)}" for name, b in module.named_buffers()]
-
-
 def agree_on_structure(module: nn.Module, options: Mapping[str, object], group: Group) -> None:
-    """Check that every rank of ``group`` has the same ``structure_lines``, and the same ``options``.
-    Collective.
+    """Check that every rank of ``group`` has the same ``options``, and the same parameters and buffers in the
+    same order. Collective.
 
     Raises:
         ValueError: they differ; on every rank, naming the first difference.
     """
-    fix = ": build the same modules in the same order"
-    require_same_lines(group, "models", structure_lines(module), fix=fix)
+    named = module.named_parameters()
+    lines = [f"parameter {_describe(name, p)}, requires_grad={p.requires_grad}" for name, p in named]
+    lines += [f"buffer {_describe(name, b)}" for name, b in module.named_buffers()]
+    require_same_lines(group, "models", lines, fix=": build the same modules in the same order")
     lines = [f"{name}={value!r}" for name, value in options.items()]
     require_same_lines(group, "options", lines, fix=": pass the same ones on every rank")
 

@@ -81,8 +81,13 @@ class Gradients:
                     "and edit gradients when they are whole, after micro_batches(), or in a hook of the "
                     "parameter"
                 )
-            if gradient.dtype is not bucket.dtype or gradient.device != bucket.device:
-                self._require_kind(i, gradient, bucket)
+            is_wide = gradient.dtype is bucket.dtype or wire_dtype(gradient.dtype) is bucket.dtype
+            if not is_wide or gradient.device != bucket.device:
+                raise ValueError(
+                    f"parameter {self.names[i]!r}: expected a gradient whose sum is in {bucket.dtype} on "
+                    f"{bucket.device}, as when the model was wrapped, got {gradient.dtype} on "
+                    f"{gradient.device}: convert the module before it is wrapped"
+                )
             if gradient.requires_grad:
                 gradient = gradient.detach()
             if begin <= gradient.data_ptr() < end:
@@ -142,14 +147,6 @@ class Gradients:
             gradient = self._settled.pop(i)
             if sys.getrefcount(gradient) > NO_OTHER_USER:
                 gradient.data = gradient.clone()
-
-    def _require_kind(self, i: int, gradient: Tensor, bucket: Bundle) -> None:
-        if wire_dtype(gradient.dtype) != bucket.dtype or gradient.device != bucket.device:
-            raise ValueError(
-                f"parameter {self.names[i]!r}: expected a gradient whose sum is in {bucket.dtype} on "
-                f"{bucket.device}, as when the model was wrapped, got {gradient.dtype} on {gradient.device}: "
-                "convert the module before it is wrapped"
-            )
 
 
 def _real(x: Tensor) -> Tensor:

@@ -105,14 +105,12 @@ class ReplicaWatch:
         Raises:
             ReplicasDiffer: on every rank, naming step, parameters and ranks, and which of these have written.
         """
-        if self._is_on and len(set(map(_claims, headers))) > 1 and self._differ(headers):
+        if not self._is_on or len(set(map(_claims, headers))) == 1:
+            return
+        if any(len({_claims(headers[r]) for r in ranks}) > 1 for ranks in self._alike):
             shards = [Shard.whole(MODEL + name, x, self._mine) for name, x in self._held()]
             when = f"{describe_step(headers[self._group.rank])},"
             compare_replicas(shards, self.steps, self._group, self._words(headers), when)
-
-    def _differ(self, headers: Sequence[Header]) -> bool:
-        """Whether ranks that hold the same claim different numbers."""
-        return any(len({_claims(headers[r]) for r in ranks}) > 1 for ranks in self._alike)
 
     def _words(self, headers: Sequence[Header]) -> tuple[str, str]:
         """The cause and the fix: was it written to since the last optimizer step, or left so by that?"""

@@ -138,7 +138,6 @@ def filled_bucket(
     own: dict[int, Tensor],
     num_leaves: int,
     *,
-    ordered: bool = True,
     dtype: str = "float32",
     memory: Callable[[int, int, torch.device], Segment] | None = None,
 ) -> Bucket:
@@ -148,7 +147,7 @@ def filled_bucket(
     """
     parameters = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in SHAPES]
     with mock.patch.object(group, "allocate", memory or group.allocate):
-        (bucket,) = make_buckets(parameters, [range(len(SHAPES))], group, ordered=ordered)
+        (bucket,) = make_buckets(parameters, [range(len(SHAPES))], group)
         fill(bucket, own, num_leaves)
     return bucket
 

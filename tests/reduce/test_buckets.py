@@ -30,7 +30,7 @@ def ranks(size: int) -> Group:
 
 
 def one_bucket(parameters: list[Tensor], num_ranks: int = 1) -> Bucket:
-    (bucket,) = make_buckets(parameters, [range(len(parameters))], ranks(num_ranks), ordered=True)
+    (bucket,) = make_buckets(parameters, [range(len(parameters))], ranks(num_ranks))
     return bucket
 
 
@@ -76,7 +76,7 @@ def test_padding_is_minus_zero_and_changes_no_float(sizes, num_ranks):
 
 def test_slots_keep_the_order_of_their_group_and_the_positions_of_registration():
     parameters = parameters_of(3, 20, 1)
-    first, second = make_buckets(parameters, [[2, 1], [0]], ranks(2), ordered=True)
+    first, second = make_buckets(parameters, [[2, 1], [0]], ranks(2))
     assert first.followed and not second.followed
     assert [(slot.position, slot.offset, slot.length) for slot in first.slots] == [(2, 0, 1), (1, 16, 20)]
     assert [(slot.position, slot.offset, slot.length) for slot in second.slots] == [(0, 0, 3)]
@@ -158,7 +158,7 @@ def test_buckets_do_not_mix_dtypes_of_the_wire():
     parameters = [sixteen[0], sixty_four[0], *parameters_of(256), sixteen[1]]
     groups = group_by_cap(parameters, [0, 1, 2, 3], 2 * KIB)
     assert groups == [[0, 2], [1], [3]]  # bfloat16 travels as float32; what is not full goes last
-    dtypes = [bucket.dtype for bucket in make_buckets(parameters, groups, ranks(1), ordered=True)]
+    dtypes = [bucket.dtype for bucket in make_buckets(parameters, groups, ranks(1))]
     assert dtypes == [torch.float32, torch.float64, torch.float32]
 
 

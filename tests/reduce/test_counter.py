@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instep.reduce.buckets import TreeAccumulator
 from instep.reduce.node_format import NodeFormat, Stretch
-from tests.reduce.trees import left_fold, maximal_nodes, rounded, tree_sum
+from tests.reduce.trees import maximal_nodes, rounded, tree_sum
 
 NUM_ELEMENTS = 5
 
@@ -115,15 +115,3 @@ def test_a_fresh_step_forgets_the_one_before():
     push_all(counter, {0: torch.full((NUM_ELEMENTS,), 7.0), 1: torch.ones(NUM_ELEMENTS)}, 2)
     push_all(counter, {0: torch.ones(NUM_ELEMENTS)}, 2)
     assert [(node, value.tolist()) for node, value in counter.roots] == [((0, 1), [1.0] * NUM_ELEMENTS)]
-
-
-def test_unordered_partial_sums_are_a_left_fold_as_in_grad():
-    gradients = drawn(7, seed=0)
-    memory = Memory()
-    counter = TreeAccumulator(memory.home, memory.spare, ordered=False)
-    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in range(7)}, 7)
-    ((node, value),) = counter.roots
-    assert node == (0, 7)
-    assert memory.num_buffers == 2
-    assert value.numpy().tobytes() == left_fold(gradients, rounded).tobytes()
-    assert value.numpy().tobytes() != tree_sum(gradients, rounded).tobytes()

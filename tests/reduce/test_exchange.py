@@ -200,7 +200,7 @@ def test_a_leaf_without_a_gradient_leaves_even_the_sign_of_zero_alone(mesh):
     assert content(bucket).view(torch.int32).tolist() == (special + special).view(torch.int32).tolist()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size for size in SIZES if size > 1])
 def test_unordered_is_the_plain_sum_and_differs_in_bits(size):
     world(size)(unordered_is_near_the_mean)()
 
@@ -209,7 +209,7 @@ def unordered_is_near_the_mean(mesh):
     group = mesh.world.group
     num_leaves = 12
     leaves = round_major(num_leaves, group.size)
-    bucket = drawn_bucket(group, leaves, ordered=False)
+    bucket = drawn_bucket(group, leaves)
     found = content(run(new_exchange(group, ordered=False), bucket, leaves)).numpy()
     expected = one_process(drawn_gradients(num_leaves), num_leaves)
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -219,7 +219,7 @@ def unordered_is_near_the_mean(mesh):
 @world(2)
 def test_an_unordered_rank_without_leaves_adds_nothing_of_an_earlier_step(mesh):
     group, leaves = mesh.world.group, [range(2), []]
-    bucket = drawn_bucket(group, leaves, ordered=False)
+    bucket = drawn_bucket(group, leaves)
     if group.rank == 1:
         bucket.home.fill_(7)
     assert is_mean(run(new_exchange(group, ordered=False), bucket, leaves), 2)

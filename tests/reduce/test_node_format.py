@@ -38,7 +38,7 @@ def filled(
 ) -> Bucket:
     """One bucket of ``num_ranks`` slices, with ``values`` in ``order``."""
     groups = [range(len(values)) if order is None else order]
-    (bucket,) = make_buckets(values, groups, Group(None, range(num_ranks), 0, 1.0), ordered=True, nodes=nodes)
+    (bucket,) = make_buckets(values, groups, Group(None, range(num_ranks), 0, 1.0), nodes=nodes)
     bucket.begin_nodes(1, STEP, 0)
     for position, view in views(bucket).items():
         view.copy_(values[position])
@@ -182,7 +182,6 @@ def test_float64_stays_what_it_is(nodes: NodeFormat) -> None:
         [torch.zeros(50, dtype=torch.float64)],
         [[0]],
         Group(None, range(2), 0, 1.0),
-        ordered=True,
         nodes=nodes,
     )
     assert not bucket.nodes.rounds and bucket.nodes.wire_bytes == bucket.nbytes
