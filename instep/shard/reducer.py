@@ -83,7 +83,7 @@ class SliceReducer(Reduction, GradientPeers):
             for name, *pair in zip(unit.names, unit.whole, unit.parameters, strict=True)
         }
         how = type(self)  # its own strategy: units leave in plan order, whichever is complete first
-        options = ReductionOptions(how, unused=unused, nodes=nodes)  # type: ignore[arg-type]
+        options = ReductionOptions(how, unused=unused, nodes=nodes)
         super().__init__(names, [by_name[name][0] for name in names], ranks.whole, recorder, options)
         self.groups = ranks.groups
         self.optimizer_parameters = [by_name[name][1] for name in names]
