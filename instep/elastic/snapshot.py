@@ -102,13 +102,18 @@ class Snapshot:
         )
 
     @property
+    def next_half(self) -> int:
+        """The half that is written next."""
+        return 1 - self._words[_CURRENT] % 2
+
+    @property
     def halves(self) -> dict[int, int]:
         """The steps that it has, each with its half."""
         return {step: half for half in (0, 1) if (step := self._words[_STEPS + half] - 1) >= 0}
 
     def write(self, description: bytes, tensors: Sequence[Tensor], step: int = 0) -> None:
         """Make these the current ones; ``step`` is what they are of."""
-        half = 1 - self._words[_CURRENT] % 2
+        half = self.next_half
         self._words.post(_STEPS + half, 0)  # until it is whole, it is of no step
         start = self._start(half)
         data = len(description).to_bytes(8, "little") + description

@@ -13,14 +13,14 @@ newest state is right, and all ranks take it. Of a divided state no rank has eve
 group, so there the snapshots are the first to be asked.
 
 Snapshots are written after nearly every step, into memory that the supervisor holds, by every rank that owns
-part of the state; checkpoints when they are due, in the background, from a snapshot, which is not written to
-meanwhile: while one is saved, there is one image of the state fewer.
+part of the state; checkpoints when they are due, in the background, from a snapshot, one half of which is
+not written to meanwhile.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -276,7 +276,7 @@ class Snapshots:
         self._begun: int | None = None  # the generation that began the set of the own one
         self._copied: Sequence[Shard] = ()  # into the last snapshot; let go before the ranks meet again
         self._rows = ""
-        self._is_read: Callable[[], bool] = lambda: False  # by a save, which goes on beside the steps
+        self._reader: tuple[int, Saver] | None = None  # a save beside the steps, and the half that it reads
 
     def take_over(self, kept: Sequence[SnapshotHandle] | None) -> None:
         """A generation begins, for which the supervisor holds ``kept``."""
@@ -309,7 +309,15 @@ class Snapshots:
 
     def due(self, training: ScriptTraining) -> bool:
         """Whether this rank wants a snapshot after the step that is under way."""
-        return not (training.mesh.rank or self._is_read()) and self._interval.due(training.steps_done + 1)
+        return not (training.mesh.rank or self._is_read) and self._interval.due(training.steps_done + 1)
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether a save still reads the half that would be written next."""
+        if self._own is None or self._reader is None:
+            return False
+        half, saver = self._reader
+        return half == self._own.next_half and saver.is_writing
 
     def after_step(self, training: ScriptTraining, step_s: float) -> None:
         """Copy the state, if it is time to; a step takes ``step_s``."""
@@ -331,12 +339,12 @@ class Snapshots:
         self._copied = own
         description, live = describe(training, own, self._rows), [shard.tensor for shard in own]
         self._own = self._own or self._left_by_another(group.size)
-        if self._own is not None and self._own.fits(description, live) and not self._is_read():
+        if self._own is not None and self._own.fits(description, live) and not self._is_read:
             self._own.write(description, live, training.steps_done)
             return
         room = 2 * len(description), tensor_bytes(live)
         self._own = Snapshot.create(*room) if self._own is None else self._own.grown(*room)
-        self._is_read = lambda: False
+        self._reader = None
         self._own.write(description, live, training.steps_done)
         self._member.hand_over(self._own, group.rank, group.size, self._begun)
 
@@ -346,7 +354,7 @@ class Snapshots:
         assert self._own is not None
         kept = zip(self._copied, self._own.tensors([x.tensor for x in self._copied]), strict=True)
         copies = {x.name: x._replace(tensor=copy) for x, copy in kept}
-        self._is_read = lambda: saver.is_writing
+        self._reader = 1 - self._own.next_half, saver
         return [copies.get(x.name) or x._replace(tensor=x.tensor.clone()) for x in shards]  # a tie is in none
 
     def _left_by_another(self, num_ranks: int) -> Snapshot | None:

@@ -183,8 +183,8 @@ REFUSED: dict[str, tuple[object, ...]] = {
         STAGE,
         3,
     ),
-    "make 4 stages of a model that has 3 layers": (PP, 2, SCHEDULE, "zb-v", "--model.layers", 1),
-    "parallel.cuts 1,9: expected 1 of the layers 1 to 3, in order": (PP, 2, CUTS, "1,9"),
+    "expected a layer for each of 4 stages, got 3": (PP, 2, SCHEDULE, "zb-v", "--model.layers", 1),
+    "cuts=[1, 9]: expected 1 of the layers 1 to 3, in order": (PP, 2, CUTS, "1,9"),
     "parallel.cuts 'even': expected one of layers, cost, ": (PP, 2, CUTS, "even"),
 }
 

@@ -69,7 +69,7 @@ def test_one_rank_and_two_have_the_same_bits(mesh: Mesh, tmp_path: Path) -> None
         assert not any([found.contract, *found.troubles.values()])
 
 
-@world(2)
+@world(3)  # two would add as the tree does
 def test_a_plain_all_reduce_parts_by_reducing(mesh: Mesh, tmp_path: Path) -> None:
     found = compared(tmp_path, mesh, Plan(ordered=False), Plan(ordered=False))
     if found is not None:
