@@ -43,8 +43,12 @@ class Found:
     rejected: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def newest(directory: Path, group: Group | None = None, *, published: bool = False) -> Found | None:
+def newest(
+    directory: Path, group: Group | None = None, *, published: bool = False, best: bool = False
+) -> Found | None:
     """The newest checkpoint in ``directory`` that verifies; None if there is no checkpoint at all.
+
+    With ``best`` the newest of those that were the best so far, when they were saved.
 
     It has to be this user's or root's; with ``published`` that of the directory's owner will do, too.
 
@@ -58,7 +62,8 @@ def newest(directory: Path, group: Group | None = None, *, published: bool = Fal
     rejected: list[tuple[Path, str]] = []
 
     def names() -> list[str]:
-        return [str(path) for _, path in files.step_directories(Path(directory))]
+        found = (path for _, path in files.step_directories(Path(directory)))
+        return [str(path) for path in found if not best or _is_best(path)]
 
     named = on_first_rank(group, "the list of checkpoints", names, errors=(CheckpointRejected,))
     for path in map(Path, named):
@@ -74,6 +79,13 @@ def newest(directory: Path, group: Group | None = None, *, published: bool = Fal
         f"start in an empty directory\n  {reasons}"
     )
     raise_on_all(group, CheckpointRejected(problem))
+
+
+def _is_best(path: Path) -> bool:
+    try:
+        return read_manifest(path).is_best
+    except CheckpointRejected:
+        return False
 
 
 def _verify_together(path: Path, group: Group, *, published: bool) -> Manifest:

@@ -75,6 +75,12 @@ class Manifest:
         require_json("extra", self.extra)
         require_json("pieces", self.pieces)
 
+    @property
+    def is_best(self) -> bool:
+        """Whether a run has saved this one as its best so far (``run/best.py``)."""
+        best = self.extra.get("best")
+        return isinstance(best, list) and len(best) == 2 and best[1] == self.step
+
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``: indented JSON with sorted keys and a hash of all the rest."""
         body = {"format": FORMAT_IN_PIECES, **asdict(self)}

@@ -431,13 +431,17 @@ def prune(path: Path, keep: int) -> list[Path]:
     """Delete the checkpoints older than ``path``, which has just been verified, once ``keep`` are whole.
 
     Whole means that the sizes are right, and for the first one besides ``path`` the hashes too, so that two
-    good ones stay whatever happens. Directories without a manifest of ours are never touched.
+    good ones stay whatever happens. The newest of those that are the best so far stays, too. Directories
+    without a manifest of ours are never touched.
     """
-    whole, deleted = 0, []
+    whole, deleted, best = 0, [], False
     for step, other in files.step_directories(path.parent):
         if step > (files.step_of(path.name) or 0):
             continue
-        if whole >= keep and _is_ours(other):
+        manifest = _manifest(other)
+        is_best = not best and manifest is not None and manifest.is_best
+        best |= is_best
+        if whole >= keep and manifest is not None and not is_best:
             files.remove(other)
             deleted.append(other)
         elif whole < keep:
@@ -454,9 +458,9 @@ def _is_whole(path: Path, *, hashes: bool) -> bool:
     return True
 
 
-def _is_ours(path: Path) -> bool:
+def _manifest(path: Path) -> Manifest | None:
+    """That of a checkpoint of ours; None for any other directory."""
     try:
-        load.read_manifest(path)
+        return load.read_manifest(path)
     except CheckpointRejected:
-        return False
-    return True
+        return None

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -110,7 +110,9 @@ def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **ob
     return saving.save(Path(directory), state, draft, keep=keep, timeout_s=state.group.timeout_s)
 
 
-def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
+def load(
+    directory: str | os.PathLike[str], /, *, which: Literal["newest", "best"] = "newest", **objects: Any
+) -> Resumed:
     """Load the newest checkpoint that verifies, in place, on all ranks the same; begin anew if there is none.
 
     Any number of ranks loads what any other has saved, sharded or not, by ``save`` or by a run
@@ -124,6 +126,7 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
 
     Args:
         directory: as given to ``save``; it need not be there yet.
+        which: "best" takes the one that a run has kept as its best, by ``checkpoint={"best": "val_loss"}``.
         objects: as given to ``save``, by the same names, wrapped or sharded in any other way, or not at all;
             or models alone, to use them. A wrapper goes on counting declared steps, which key random numbers,
             where it was saved.
@@ -145,6 +148,8 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
         ...     optimizer.step()
         ...     path = instep.save("checkpoints", step=step + 1, model=model, optimizer=optimizer)
     """
+    if which not in ("newest", "best"):
+        raise ValueError(f"which={which!r}: expected 'newest' or 'best'")
     registered = _registered(objects)
     registered.require_wrappers()
     state = registered.state()
@@ -152,7 +157,14 @@ def load(directory: str | os.PathLike[str], /, **objects: Any) -> Resumed:
     require_between_steps(list(state.module.parameters()), "instep.load")
     everyone = state.everyone if state.everyone.pg is not None else alone()  # of a closed wrapper, too
     everyone.barrier(LOADING)  # no rank looks before the one that writes has returned from its save
-    found, source, doubts = _agree(everyone, lambda: _Looked.into(Path(directory), state.group))
+    found, source, doubts = _agree(
+        everyone, lambda: _Looked.into(Path(directory), state.group, which == "best")
+    )
+    if found is None and which == "best":
+        raise CheckpointRejected(
+            f"{directory}: expected a checkpoint that a run has kept as its best, got none: say by which "
+            'figure, Run(checkpoint={"best": "val_loss"}), or load the newest'
+        )
     if found is None:
         if state.is_for_use and everyone.rank == 0:
             warnings.warn(
@@ -198,10 +210,10 @@ class _Looked:
     refusal: CheckpointRejected | None = None
 
     @staticmethod
-    def into(directory: Path, group: Group) -> _Looked:
+    def into(directory: Path, group: Group, best: bool) -> _Looked:
         """What there is for ``group``, whose ranks look together."""
         try:
-            return _Looked(directory, newest(directory, group, published=True))
+            return _Looked(directory, newest(directory, group, published=True, best=best))
         except CheckpointRejected as error:
             return _Looked(directory, refusal=error)
 

@@ -72,6 +72,9 @@ def words(a: RecordedRun, b: RecordedRun, found: Comparison) -> Iterator[str]:
     if found.contract:
         yield "these runs have different numerical configurations, so their bits may differ:"
         yield from _shortened(found.contract)
+    if found.logged:
+        yield "what the scripts logged last differs:"
+        yield from _shortened(found.logged)
     if found.first is None:
         yield f"same bits in all {found.num_common} steps that both have{_longer(a, b)}"
     else:

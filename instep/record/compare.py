@@ -64,6 +64,7 @@ class Comparison:
     contract: Sequence[str]  # fields that differ
     num_common: int  # steps that both have
     first: FirstDifference | None  # None: every common step has the same bits
+    logged: list[str]  # figures whose last values differ, in words
     troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by run, what is wrong in it alone
 
     @property
@@ -92,8 +93,19 @@ def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
         contract=sorted(lines, key=lambda line: "initial_lr" in line),  # what follows from the rate, after it
         num_common=len(common),
         first=None if first is None else _first(a, b, first, common),
+        logged=_logged(a, b),
         troubles={str(run.path): troubles(run) for run in (a, b)},
     )
+
+
+def _logged(a: RecordedRun, b: RecordedRun) -> list[str]:
+    """Of what the scripts have logged in both runs, the last values that differ. They may be times."""
+    last: list[dict[str, float]] = [{}, {}]
+    for found, run in zip(last, (a, b), strict=True):
+        for _, step in sorted(run.steps.items()):
+            found |= step.logged
+    both = [name for name in last[0] if name in last[1] and last[0][name] != last[1][name]]
+    return [f"{name}: {last[0][name]:.5g} in A, {last[1][name]:.5g} in B" for name in both]
 
 
 def fields_that_differ(a: RecordedRun, b: RecordedRun, step: int) -> dict[str, tuple[str, str]]:

@@ -21,7 +21,7 @@ from instep.events import LANES, Event, Timeline
 from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY
 from instep.record.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_text
 from instep.record.status import last_part, run_status, steps_done
-from instep.record.step_lines import STARTED
+from instep.record.step_lines import STARTED, of_script
 from instep.record.summary import throughput_name
 from instep.timeline.advice import in_percent
 from instep.timeline.analysis import (
@@ -49,6 +49,7 @@ MOST_FIGURES = 50_000  # of what is told for each rank: over time, of the bucket
 MOST_LINES = 100  # of faults, of restarts
 MOST_PICTURED = 16  # ranks
 NUM_NAMED = 8  # in one note
+SPOKEN = {"norm": "Gradient norm", "rate": "Learning rate"}
 CHOSEN = 6  # steps of the timeline that are not asked for
 
 Shown = tuple[list[Event], list[Bubble]]
@@ -257,9 +258,15 @@ def _curves(lines: Sequence[Fields]) -> Fields:
     taken = _thinned([line for line in lines if "step_ms" in line])
     held_out = _thinned([line for line in lines if "held_out_loss" in line])
     names = ("loss", "step_ms", throughput_name(name for line in taken for name in line))
+    points: dict[str, list[list[float | None]]] = {}
+    for line in (line for line in lines if "event" not in line):
+        for name, x in {"norm": line.get("norm"), "rate": line.get("rate"), **of_script(line)}.items():
+            if x is not None:
+                points.setdefault(name, []).append([_number(line.get("step")), _number(x)])
     return {
         "steps": [_number(line.get("step")) for line in taken],
         **{name: [_number(line.get(name)) for line in taken] for name in names},
+        "figures": {SPOKEN.get(name, name): _thinned(its) for name, its in points.items()},
         "held_out": [[_number(line.get("step")), _number(line["held_out_loss"])] for line in held_out],
     }
 

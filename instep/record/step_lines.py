@@ -57,6 +57,7 @@ class Made:
     skipped: str = ""  # why, if the step was skipped
     logged: dict[str, float] = field(default_factory=dict)  # figures that the training adds
     stop: bool = False  # a rank has been asked to end the run
+    finish: bool = False  # the script has asked for no more steps
     regroup: bool = False  # a rank has been asked to leave the group
     copy: bool = False  # it is time for a snapshot
 
@@ -183,6 +184,7 @@ class RecordedStep:
     skipped: str = ""
     sampled: Mapping[tuple[str, int], str] = field(default_factory=dict)
     whole: StateDigests | None = None
+    logged: Mapping[str, float] = field(default_factory=dict)  # by the script
     leaves: Mapping[int, RecordedMicroBatch] = field(default_factory=dict)
     reduced: Digests | None = None  # None: the run was not asked for hashes of gradients
 
@@ -259,6 +261,7 @@ def _recorded_step(line: Fields) -> RecordedStep:
         skipped=line.get("skipped", ""),
         sampled={(name, block): digest for name, block, digest in line.get("sampled", ())},
         whole=_state_digests(line),
+        logged=of_script(line),
         leaves=leaves,
         reduced=line.get("reduced"),
     )
@@ -302,3 +305,10 @@ LINES = Shape({**EVENT_FIELDS, **STEP_FIELDS}, required={"step"}, others=float)
 STARTS = Shape(LINES.kinds, required={"step", "fingerprint", "numerical"}, others=float)
 # Names of figures that the run writes itself; a script logs others, and the loss.
 RESERVED = {*LINES.kinds, *FIGURES, "held_out_loss"} - {"loss"}
+PER_S = "_per_s"  # ends the name of the throughput
+
+
+def of_script(line: Mapping[str, Any]) -> dict[str, float]:
+    """The figures in the line of a step that the script has logged, but for the loss."""
+    names = (name for name in line if name not in RESERVED and name not in ("loss", BUBBLE_MS))
+    return {name: line[name] for name in names if not name.endswith(PER_S)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from instep.record.directory import SUMMARY
 from instep.record.shape import Shape, is_number
+from instep.record.step_lines import PER_S, of_script
 
 SHOWN = Shape(
     {
@@ -20,11 +21,11 @@ SHOWN = Shape(
         "state_sha256": str,
         "first_step": int,
         "parallel": dict[str, Any],
+        "logged": dict[str, dict[str, float]],
     },
     required={"steps", "strategy", "world_size", "state_sha256"},  # without these there is nothing to show
 )
 WARM_UP_STEPS = 2  # the first learns the order of the gradients, the second sends by it for the first time
-PER_S = "_per_s"
 
 
 def throughput_name(names: Iterable[str]) -> str:
@@ -46,6 +47,10 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step:
     """
     losses = [line["loss"] for line in lines if "loss" in line] or [None]
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line] or [None]
+    logged: dict[str, list[float]] = {}
+    for line in lines:
+        for name, x in of_script(line).items() if "event" not in line else ():
+            logged.setdefault(name, []).append(x)
     rate_name = throughput_name(name for line in lines for name in line)
     ours = [line for line in lines if line["step"] >= first_step and {"step_ms", "exposed_ms"} <= line.keys()]
     steady = ours[WARM_UP_STEPS:] or ours
@@ -59,6 +64,7 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step:
         "step_ms_median": step_ms,
         rate_name: items_per_step / step_ms * 1e3 if step_ms else None,
         "exposed_comm_share": sum(line["exposed_ms"] for line in steady) / whole_ms if whole_ms else None,
+        "logged": {name: {"last": x[-1], "min": min(x), "max": max(x)} for name, x in logged.items()},
     }
 
 
@@ -88,6 +94,7 @@ def show(
         ("run", str(path)),
         ("steps", _steps(summary)),
         *([("loss", loss)] if loss else []),
+        *(("logged", f"{name} {_range(its)}") for name, its in (summary.get("logged") or {}).items()),
         (
             "speed",
             speed if summary.get("step_ms_median") else "not measured: no step was made in this layout",
@@ -108,6 +115,12 @@ def finished(steps: int, *, command: str = "instep train") -> str:
     return (
         f"{say}pass --steps {2 * steps} --accept-contract (which changes the schedule of the learning rate)"
     )
+
+
+def _range(its: Mapping[str, Any]) -> str:
+    """The last value of a figure, and between which it was."""
+    last, least, most = (_number(its, name, ".5g") for name in ("last", "min", "max"))
+    return f"{last} at the end, {least} to {most}"
 
 
 def _number(figures: Mapping[str, Any], name: str, form: str) -> str:

@@ -28,7 +28,7 @@ from instep.record.compare import after
 from instep.record.directory import CHECKPOINTS, RECORD, SUMMARY
 from instep.record.display import Display
 from instep.record.loggers import Loggers
-from instep.record.step_lines import LINES, is_of_another_contract, part_begins, starts, steps_recorded
+from instep.record.step_lines import LINES, Made, is_of_another_contract, part_begins, starts, steps_recorded
 from instep.run import folder
 from instep.run.membership import Membership
 from instep.run.peak_memory import peak_memory, words
@@ -70,9 +70,15 @@ class AfterSteps:
     ) -> None:
         self.training, self.writer, self.display = training, writer, display
         self.checkpoints, self.memory, self.member = checkpoints, memory, member
-        config = training.config
-        self.last = min(config.stop_after or config.steps, config.steps)
         self._is_first = True
+
+    @property
+    def last(self) -> int:
+        """The number of steps after which no further one is made."""
+        made, config = self.training.last, self.training.config
+        if made is not None and made.finish:
+            return self.training.steps_done
+        return min(config.stop_after or config.steps, config.steps)
 
     def begin(self, *, is_saved: bool) -> None:
         """Make up for what follows the step that led here, where the state is newer than its record.
@@ -109,14 +115,16 @@ class AfterSteps:
         made = self.training.last
         assert made is not None
         self._follow_up(stop=made.stop)
-        if made.stop:
+        if made.stop and not made.finish:
             return self._stopped()
         if made.regroup and self.training.steps_done < self.last:
             return Ending.REGROUP
         return self.ending
 
     def _stopped(self) -> Ending:
-        return Ending.DONE if self.training.steps_done >= self.training.config.steps else Ending.STOPPED
+        made, done = self.training.last, self.training.steps_done
+        is_done = done >= self.training.config.steps or (made is not None and made.finish)
+        return Ending.DONE if is_done else Ending.STOPPED
 
     def _evaluate(self) -> float | None:
         held_out = self.training.evaluate()
@@ -126,6 +134,15 @@ class AfterSteps:
             self.display.say(f"held out {held_out:.3f}{unit} {when}")
         return held_out
 
+    def _is_best(self, made: Made, held_out: float | None) -> bool:
+        """Whether the checkpoint of this step is to be kept as the best one. Collective, where one is."""
+        best = self.training.best
+        if best is None:
+            return False
+        figures = {"loss": made.loss, "held_out_loss": held_out, **made.logged}
+        value = on_first_rank(self.training.group, "the best figure", lambda: figures.get(best.name))
+        return best.improves(self.training.steps_done, value)
+
     def _is_due(self, every: int) -> bool:
         done = self.training.steps_done
         return done == self.last or (every > 0 and done % every == 0)
@@ -133,15 +150,16 @@ class AfterSteps:
     def _follow_up(self, *, stop: bool, is_saved: bool = False) -> None:
         training, config = self.training, self.training.config
         made, span = training.last, training.mesh.recorder.span
-        saves = not is_saved and (stop or self._is_due(config.checkpoint.every))
+        saves, best = not is_saved and (stop or self._is_due(config.checkpoint.every)), False
         if made is not None and training.steps_done > self.writer.written:
             training.heartbeat.enter("gather")
             with span("ledger", lane="host"):
                 held_out = self._evaluate() if self._is_due(config.eval.every) else None
+                best = self._is_best(made, held_out)
                 training.heartbeat.enter("ledger")
                 self.writer.step(made, held_out, last=training.steps_done == self.last or stop)
                 self.display.step(training.steps_done - 1, made, training.timing.slow)
-        every = config.checks.replicas_every
+        every, saves = config.checks.replicas_every, saves or best
         if training.group.size > 1 and (saves or (every and training.steps_done % every == 0)):
             training.compare_replicas()
         if saves:

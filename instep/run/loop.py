@@ -124,6 +124,8 @@ class RunLoop(Iterator[RunStep]):
             raise ValueError(f"run.steps({num_steps}): expected 1 or more")
         self.run, self.num_steps = run, num_steps
         self.asked: list[str] = []
+        self.finishes = False
+        self.code: int | None = None  # with which the loop has ended the script
         self.path: Path | None = None
         self._generation: Generation | None = None
         self._step: RunStep | None = None
@@ -179,6 +181,7 @@ class RunLoop(Iterator[RunStep]):
             self._memory = memory = Snapshots(channel)
             self.work.wishes = {
                 "stop": lambda: bool(channel.page.stop or self.asked),
+                "finish": lambda: self.finishes,
                 "regroup": lambda: channel.regroup,
                 "copy": lambda: memory.due(training),
             }
@@ -186,7 +189,7 @@ class RunLoop(Iterator[RunStep]):
         else:
             outlive_output()
             self._listen_no_longer = listen_for_preemption(self.asked.append)
-            self.work.wishes = {"stop": lambda: bool(self.asked)}
+            self.work.wishes = {"stop": lambda: bool(self.asked), "finish": lambda: self.finishes}
 
     def _park(self, channel: ControlChannel) -> None:
         """All that can be done without a rank, while no rank waits for this process."""
@@ -331,6 +334,7 @@ class RunLoop(Iterator[RunStep]):
         self._why = self._member.where if error is None else self._member.parted(error)
         self.replay.give_up()
         self.asked.clear()  # run.stop() is said again when the step is made again
+        self.finishes = False
         if error is not None:
             self.work.recover()
         self.training.heartbeat.enter("lost")
@@ -356,7 +360,8 @@ class RunLoop(Iterator[RunStep]):
         self.close()
         self.work.phases.own()
         if ending is Ending.STOPPED:
-            raise SystemExit(EXIT_CODES[ending])
+            self.code = EXIT_CODES[ending]
+            raise SystemExit(self.code)
         raise StopIteration
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from instep.mesh.deterministic import enable as enable_deterministic
 from instep.mesh.join import await_rank, init
 from instep.mesh.mesh import Mesh
 from instep.net.device import resolve
+from instep.run.best import Best
 from instep.run.loop import RunLoop, RunStep
 from instep.run.placement import shard_axis
 from instep.run.script import script_command, started
@@ -73,7 +74,8 @@ class Run:
             ``instep.init``; ``deterministic`` sets what the same bits need on a GPU before CUDA starts.
             Where a run goes on with a number of ranks that ``pp`` or ``shard`` does not divide, pipelines
             and shard groups are larger, the next number that does.
-        checkpoint: ``every`` so many steps (100; 0: at the end only), and how many to ``keep`` (3).
+        checkpoint: ``every`` so many steps (100; 0: at the end only), and how many to ``keep`` (3); ``best``,
+            the figure by which the best one is kept, too: "val_loss", "max:val_acc".
         checks: ``max_skipped``, ``spike``, ``skip_steps``, ``replicas_every``, ``replay_every``.
         record: ``hash_every`` so many steps, ``leaves``, ``events``, ``tensorboard``, ``wandb="project"``;
             ``items`` and ``items_per_step``, which the throughput counts ("tokens" and 2048 give
@@ -153,6 +155,7 @@ class Run:
         self._settings = settings = merge(settings, given, "instep run")
         check(settings)
         _check_items(settings.record)
+        Best.of(settings.checkpoint.best)
         layout = settings.parallel
         on_gpu = resolve(layout.named_device, layout.named_backend, 1).type == "cuda"
         if layout.deterministic and on_gpu:
@@ -287,8 +290,29 @@ class Run:
             self._steps.close()
         self.mesh.close()
 
+    def finish(self) -> None:
+        """Make this step the last, on all ranks, as early stopping does: with a checkpoint and a summary.
+
+        What follows the loop runs, and the exit code is 0. It is enough if one rank calls it.
+
+        Raises:
+            RuntimeError: the steps have not begun.
+
+        Example:
+            >>> run = instep.Run()
+            >>> for step in run.steps(1000, model=model, optimizer=optimizer):
+            ...     with step:
+            ...         run.finish()
+            run ...
+        """
+        if self._steps is None:
+            raise RuntimeError(
+                "run.finish: the steps have not begun: call it inside of the loop over run.steps"
+            )
+        self._steps.finishes = True
+
     def stop(self) -> None:
-        """End the run after this step, on all ranks, with a checkpoint: as SIGTERM does.
+        """Interrupt the run after this step, on all ranks, to be resumed: with a checkpoint, as SIGTERM does.
 
         Raises:
             RuntimeError: the steps have not begun.

@@ -25,6 +25,7 @@ NO_GROUP = (
     "Under `instep run` ranks form a group where the loop over run.steps begins, and a new one when a rank "
     "is lost: take init_process_group() out of the script, and use run.mesh"
 )
+RESERVED = {3: "a checkpoint was rejected", 75: "the run was preempted, and is to be resumed"}
 OWN = "instep"
 MAIN = ("__main__", "__mp_main__")  # the second one is multiprocessing's name for the first
 OTHERS = {"site-packages", "dist-packages"}  # folders of modules that are not the script's own
@@ -90,11 +91,18 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
         elif loop.left and not loop.rank:
             print(
                 f"the script left its loop {loop.left}, without a summary or a checkpoint of that step: call "
-                "run.stop() to end a run with both",
+                "run.finish() to end a run with both",
                 file=sys.stderr,
             )
         if loop.left:
             code = code or 1
+    if code in RESERVED and not any(loop.code == code or loop.rank for loop in begun.loops):
+        print(
+            f"the script ended with exit code {code}, by which `instep run` says that {RESERVED[code]}: it "
+            "ends with 1 instead",
+            file=sys.stderr,
+        )
+        code = 1
     channel.heartbeat.enter("lost")
     channel.say("finished", code=code)
     exit_now(code)

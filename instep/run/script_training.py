@@ -28,6 +28,7 @@ from instep.net.agree import require_same_lines
 from instep.net.process_group import Group
 from instep.record.step_lines import Made
 from instep.replicate.gradient_hashes import GradientHashes
+from instep.run.best import Best
 from instep.run.health import Health
 from instep.run.rank_state import RankState
 from instep.run.recovery import InitialState, send
@@ -75,7 +76,7 @@ class ScriptTraining:
         self.heartbeat = heartbeat
         self._contract_of, self._held_out_loss = contract_of, held_out_loss
         self.rank_state = RankState()
-        self.health = Health(settings.checks)
+        self.health, self.best = Health(settings.checks), Best.of(settings.checkpoint.best)
         self.generation = 1
         self._is_supervised = False  # by what was built, which is kept then
         self._is_wrapped = True  # over some mesh: first that which the script was built with
@@ -182,7 +183,7 @@ class ScriptTraining:
             self.registered.fill()
             self._built.put(self)
         self.rank_state.begin()
-        self.health = Health(self.config.checks)
+        self.health, self.best = Health(self.config.checks), Best.of(self.config.checkpoint.best)
         if self.state.is_divided or group.size == 1:
             return
         told = group.all_gather_bytes(self.state_sha256().encode(), OPERATION)
@@ -304,7 +305,8 @@ class ScriptTraining:
 
     def carried(self) -> dict[str, Json]:
         """What is in no registered object, as JSON."""
-        return {"health": self.health.state(), "modes": self.modes()}
+        best = None if self.best is None else self.best.to_json()
+        return {"health": self.health.state(), "modes": self.modes(), "best": best}
 
     def carry_on(self, carried: Mapping[str, Json]) -> None:
         """Go on from what ``carried`` has returned.
@@ -314,6 +316,8 @@ class ScriptTraining:
         """
         self.health.restore(carried["health"])
         self.set_modes(carried.get("modes"))
+        if self.best is not None:
+            self.best.restore(carried.get("best"))
 
     def modes(self) -> list[str]:
         """Which parameters are trained, and which modules are in training mode, one digit for each."""

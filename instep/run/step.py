@@ -43,7 +43,7 @@ from instep.state.homes import autograd_leaf, offered
 from instep.step.backward import is_in_backward
 from instep.step.reduction import Reduction
 
-WISHES = ("stop", "regroup", "copy")
+WISHES = ("stop", "finish", "regroup", "copy")
 OWN = "script"  # the phase of what is no span
 PHASES = {
     **{name: name for name in ("data", "forward", "backward", "update")},

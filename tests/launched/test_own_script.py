@@ -242,8 +242,23 @@ def test_a_script_ends_with_its_own_code_and_is_told_that_it_has_no_run(tmp_path
     script = tmp_path / "other.py"
     script.write_text("import sys\nprint('here')\nsys.exit(3)\n")
     ended = run("-n", 2, cwd=tmp_path, script=script)
-    assert ended.code == 3
+    assert ended.code == 1  # 3 would say that a checkpoint was rejected
+    assert "the script ended with exit code 3, by which `instep run` says that a checkpoint" in ended.err
     assert "the script never iterated run.steps(): every process ran independently" in ended.err
+
+
+def test_one_rank_finishes_the_run_of_all_and_what_follows_the_loop_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    early = UNLUCKY.replace("if i == 30", "if False").replace("run.steps(4,", "run.steps(400,")
+    early = early.replace("zero_grad()", "zero_grad()\n        if run.rank == 1: run.finish()")
+    script.write_text(early + "print('followed', run.rank)\n")
+    ended = run("-n", 2, cwd=tmp_path, script=script)
+    assert ended.code == 0, ended.err
+    assert sorted(line for line in ended.out.splitlines() if "followed" in line) == [
+        "followed 0",
+        "followed 1",
+    ]
+    assert summary(tmp_path / "runs" / "mine")["steps"] == 1
 
 
 def test_a_rank_that_ends_the_script_in_its_loop_says_so(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_losses_are_those_of_the_whole_run_and_speed_is_that_of_its_last_part():
         "step_ms_median": 20,
         "tokens_per_s": 5000,
         "exposed_comm_share": 0.25,
+        "logged": {},
     }
 
 

@@ -23,8 +23,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import instep
 from instep.errors import CheckpointRejected, ContractBroken
+from instep.record.compare import compare
 from instep.record.directory import CHECKPOINTS, CONFIG
 from instep.record.report_data import report_data
+from instep.record.step_lines import read_run
 from instep.run.settings import ScriptCommand
 from tests.run.loops import Loop, recorded, summary
 
@@ -295,6 +297,86 @@ def test_a_stopped_run_goes_on_to_the_same_bits(kind: str, begin: Begin, tmp_pat
     assert [line["rate"] for line in recorded(parts)] == [line["rate"] for line in recorded(whole)]
 
 
+def test_a_run_that_is_finished_early_has_its_checkpoint_its_summary_and_no_more_steps(
+    begin: Begin, tmp_path: Path
+) -> None:
+    loop = begin("early")
+    made = loop.train(9, after=lambda step: loop.run.finish() if step == 2 else None)
+    assert made == [0, 1, 2]
+    assert [path.name for path in (tmp_path / "early" / CHECKPOINTS).iterdir()] == ["step-00000003"]
+    begin("whole").train(3)
+    assert summary(tmp_path / "early")["steps"] == 3
+    assert summary(tmp_path / "early")["state_sha256"] == summary(tmp_path / "whole")["state_sha256"]
+    assert begin("early", resume=True).train(9) == [3, 4, 5, 6, 7, 8]  # to train on, resume it
+
+
+def test_what_a_script_logs_is_on_the_terminal_in_the_summary_in_the_report_and_in_compare(
+    begin: Begin, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, by in (("a", 0.25), ("b", 0.5)):
+        begin(name).train(4, after=lambda step, by=by: step.log(acc=by * step) if step in (1, 3) else None)
+    shown = capfd.readouterr()
+    assert [" acc " in line for line in shown.err.splitlines() if line.startswith("step ")] == 2 * [
+        *[False],
+        *[True] * 3,  # the newest, until there is another
+    ]
+    assert "logged acc 0.75 at the end, 0.25 to 0.75" in shown.out
+    assert summary(tmp_path / "a")["logged"] == {"acc": {"last": 0.75, "min": 0.25, "max": 0.75}}
+    figures = report_data(tmp_path / "b")[0]["curves"]["figures"]
+    assert figures["acc"] == [[1, 0.5], [3, 1.5]]
+    assert (
+        [step for step, _ in figures["Gradient norm"]]
+        == [0, 1, 2, 3]
+        == [step for step, _ in figures["Learning rate"]]
+    )
+    found = compare(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
+    assert found.same and found.logged == ["acc: 0.75 in A, 1.5 in B"]
+
+
+FIGURES = [0.5, 0.4, 0.3, 0.6, math.nan, 0.35, 0.9, 0.8]
+
+
+@pytest.mark.parametrize(("best", "step"), [("val_loss", 3), ("max:val_loss", 7)])
+def test_the_best_checkpoint_is_kept_beside_the_newest(
+    best: str, step: int, begin: Begin, tmp_path: Path
+) -> None:
+    weights = {}
+
+    def after(now: instep.Step) -> None:
+        now.log(val_loss=FIGURES[now])
+
+    def before(now: instep.Step) -> None:
+        weights[int(now)] = [p.clone() for p in loop.model.parameters()]
+
+    def stops(now: instep.Step) -> None:
+        after(now)
+        stopping(loop, 3)(now)
+
+    loop = begin(checkpoint={"every": 1, "keep": 2, "best": best})
+    with pytest.raises(SystemExit):
+        loop.train(8, before=before, after=stops)
+    loop = begin(checkpoint={"every": 1, "keep": 2, "best": best}, resume=True)  # the best so far is carried
+    assert loop.train(8, before=before, after=after) == [4, 5, 6, 7]
+    kept = sorted(path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir())
+    assert kept == [f"step-{number:08d}" for number in sorted({step, 7, 8})]
+    other = Loop(instep.Run(tmp_path / "other"))
+    assert instep.load(tmp_path / "run" / CHECKPOINTS, which="best", model=other.model).step == step
+    assert all(map(torch.equal, other.model.parameters(), weights[step]))
+
+
+def test_which_is_the_best_has_to_be_said(begin: Begin, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="'val_acc': expected to be told which is better: max:val_acc or min"
+    ):
+        begin(checkpoint={"best": "val_acc"})
+    loop = begin()
+    loop.train(1)
+    with pytest.raises(CheckpointRejected, match="a run has kept as its best, got none"):
+        instep.load(tmp_path / "run" / CHECKPOINTS, which="best", model=loop.model)
+    with pytest.raises(ValueError, match="which='last': expected 'newest' or 'best'"):
+        instep.load(tmp_path / "run" / CHECKPOINTS, which="last", model=loop.model)  # type: ignore[arg-type]
+
+
 def test_a_run_is_not_begun_in_the_folder_of_another(begin: Begin) -> None:
     begin().train(1)
     with pytest.raises(ValueError, match="resume"):
@@ -412,8 +494,9 @@ def test_a_signal_ends_the_run_after_the_step(begin: Begin, tmp_path: Path) -> N
 
 
 def test_stop_before_the_steps_says_that_there_are_none(begin: Begin) -> None:
-    with pytest.raises(RuntimeError, match="the steps have not begun"):
-        begin().run.stop()
+    for end in (begin().run.stop, begin().run.finish):
+        with pytest.raises(RuntimeError, match="the steps have not begun"):
+            end()
 
 
 # Health.

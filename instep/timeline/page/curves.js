@@ -1,4 +1,4 @@
-// The charts over the steps of the run: parts of the steps, loss, time per step, tokens per second.
+// The charts over the steps of the run: parts of the steps, loss, time per step, throughput, what was logged.
 
 function showOverTime() {
   const over = story.over_time ?? {};
@@ -43,7 +43,16 @@ function showCurves() {
     };
     one("loss", held.length ? "Loss (dots: held out)" : "Loss", curves.loss, { dots: held });
     one("step-ms", "Time per step", curves.step_ms, { zero: true, unit: "ms" });
-    one("tokens", "Tokens per second", curves.tokens_per_s, { zero: true });
+    const rate = Object.keys(curves).find((name) => name.endsWith("_per_s")) ?? "";
+    one("throughput", `${rate[0]?.toUpperCase()}${rate.slice(1).replace("_per_s", "")} per second`, curves[rate], { zero: true });
+    for (const [name, points] of Object.entries(curves.figures ?? {})) {
+      const id = `figure-${name}`;
+      if (!find(id)) find("figures").append(element("div", { id }));
+      chart(find(id), {
+        title: name, height: 190, steps: points.map((point) => point[0]),
+        series: [{ name, values: points.map((point) => point[1]), tone: "compute" }],
+      });
+    }
   };
   redraws.push(show);
   show();
