@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_S = 300.0
+_refusals: list[str] = []
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # where torch looks for the number of threads
 
 
@@ -54,21 +55,19 @@ def init(
     """Join the world that this process was started in, and register its mesh.
 
     Reads the environment of instep's own launcher, torchrun, Slurm, Kubernetes (``PET_*``) or Open MPI;
-    without any, the world is this process alone and there is no process group. An existing default group is
-    used as it is and never destroyed. On CPU, freed memory stays with the process (``process_memory``):
-    getting it again would take a tenth of a step.
+    without any, the world is this process alone and there is no process group; a launched world of one has a
+    group of one. An existing default group is used as it is and never destroyed. On CPU, freed memory stays
+    with the process (``process_memory``): getting it again would take a tenth of a step.
 
     Args:
         dp, shard, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size. The
             ranks of ``shard`` are neighbours: ``fully_shard`` divides the state among them, and the ranks of
             ``dp`` have copies. For that, let it be the number of ranks on a host.
         backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
-        ranks
-            share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
+            ranks share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
         device: "cuda" gives every rank of a host a GPU of its own, "cuda:0" puts all of them on that one
-        (over
-            gloo: NCCL wants a GPU per rank). By default "cuda" where there are GPUs and the backend is not a
-            host backend (gloo, shm), else "cpu".
+            (over gloo: NCCL wants a GPU per rank). By default "cuda" where there are GPUs and the backend is
+            not a host backend (gloo, shm), else "cpu".
         timeout_s: the deadline of every wait, in seconds.
         threads: intra-op threads of a CPU rank, the same for one rank as for many: their number changes the
             order of sums inside some kernels.
@@ -80,6 +79,7 @@ def init(
     Raises:
         ValueError: the environment is half set, with no default group; the axes do not multiply to its size;
             there are too few GPUs, or ranks share one over NCCL.
+        RuntimeError: under ``instep run``, whose ranks meet in the loop of an ``instep.Run``.
         PeerLost: a rank did not come within ``timeout_s``, or the network to it is cut.
 
     Example:
@@ -87,6 +87,8 @@ def init(
         >>> mesh.world_size, mesh.rank
         (1, 0)
     """
+    if _refusals:
+        raise RuntimeError(f"instep.init: {_refusals[0]}")
     axes: dict[str, Any] = {"dp": dp, "shard": shard, "pp": pp, "tp": tp}
     is_joined = dist.is_initialized()
     try:
@@ -103,8 +105,11 @@ def init(
         end_with_parent()
     local_rank, num_local = started.local_rank, started.local_world_size
     on_device, config = _choose(backend, device, local_rank, num_local, threads, one_host=started.one_host)
-    if joins := world_size > 1 and not is_joined:
+    joins = not is_joined and (world_size > 1 or started.source != "single")
+    if joins and world_size > 1:
         _join(started, devices.complete(config), timeout_s)
+    elif joins:  # so that a script's own dist.* goes on one rank as on two
+        dist.init_process_group(devices.complete(config), store=dist.HashStore(), rank=0, world_size=1)
     store = default_store() if dist.is_initialized() else None
     mesh = build(
         store, rank, world_size, **axes, timeout_s=timeout_s, local_rank=local_rank, on_device=on_device
@@ -112,6 +117,11 @@ def init(
     if joins:
         mesh.on_close.append(dist.destroy_process_group)
     return _register(mesh, config)
+
+
+def refuse_init(why: str) -> None:
+    """From now on ``init`` raises ``RuntimeError`` in this process, and says ``why``."""
+    _refusals.append(why)
 
 
 def join_store(

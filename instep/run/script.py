@@ -18,6 +18,7 @@ from instep.checkpoint.contract import file_hash
 from instep.elastic.rendezvous import ControlChannel, WorkerSpec
 from instep.launch.launch_environment import detect
 from instep.launch.rank_process import exit_now
+from instep.mesh.join import refuse_init
 from instep.run.membership import supervised
 from instep.run.settings import ScriptCommand
 
@@ -69,6 +70,10 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     """Run the script from its top, under whatever ranks the supervisor assigns to this process."""
     channel = supervised(spec)
     begun = _started[os.getpid()] = Started(channel, call)
+    refuse_init(
+        "under `instep run` ranks form a group in the loop over run.steps, and a new one when a rank is "
+        "lost: make an instep.Run, and use its mesh"
+    )
     channel.heartbeat.enter("script")  # which may read for minutes before it comes to its loop
     code = 0
     try:

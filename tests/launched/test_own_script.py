@@ -267,6 +267,17 @@ def test_a_rank_that_ends_the_script_in_its_loop_says_so(tmp_path: Path) -> None
     assert re.search(r"rank \d left the script after \d+ of \d+ steps with exit code 5", ended.err)
 
 
+def test_a_script_that_calls_init_is_told_of_run_once_and_trains_nothing(tmp_path: Path) -> None:
+    """Each process trained alone, and said "rank -1 has ended, and others go on"."""
+    script = tmp_path / "other.py"
+    script.write_text("import instep\nmesh = instep.init()\nprint('trained alone')\n")
+    ended = run("-n", 2, cwd=tmp_path, script=script)
+    assert ended.code == 1 and "trained alone" not in ended.out
+    (said,) = [line for line in ended.err.splitlines() if line.startswith("instep run: error: ")]
+    assert "instep.init: under `instep run` ranks form a group in the loop over run.steps" in said
+    assert said.endswith("make an instep.Run, and use its mesh")
+
+
 def test_a_script_that_makes_torchs_group_is_told_where_ranks_meet(tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")

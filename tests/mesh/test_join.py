@@ -42,6 +42,22 @@ def test_one_rank_meets_itself():
     current.get.register_mesh(before)
 
 
+def of_one(directory: Path) -> None:
+    mesh = instep.init()
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    sampler = torch.utils.data.DistributedSampler([1, 2, 3], shuffle=False)
+    found = [dist.get_rank(), dist.get_world_size(), x.tolist(), list(sampler)]
+    mesh.close()
+    (directory / "found").write_text(json.dumps([*found, dist.is_initialized()]))
+
+
+def test_a_launched_world_of_one_has_a_default_group(tmp_path):
+    """Scripts with ``dist.*`` and a ``DistributedSampler`` ran on two ranks, and on one they did not."""
+    launch(of_one, (tmp_path,), ranks=1)
+    assert json.loads((tmp_path / "found").read_text()) == [0, 1, [1.0, 1.0], [0, 1, 2], False]
+
+
 def test_axes_that_do_not_fit_are_refused_before_anybody_is_waited_for():
     with pytest.raises(ValueError, match=r"dp\(2\) \* pp\(1\) \* tp\(1\) = 2, but the world has 3 ranks"):
         join_store(dist.HashStore(), 0, 3, dp=2)
