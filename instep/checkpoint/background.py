@@ -224,6 +224,8 @@ class _Flight:
             self.path = self._write(self)
         except BaseException as error:
             self.error = error
+        if self.given_up.is_set():  # nobody asks for it any more
+            atexit.unregister(self.leave)
 
 
 def _frozen(extra: Mapping[str, Json]) -> Mapping[str, Json]:

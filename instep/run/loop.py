@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,29 @@ class RunStep(int):
     def is_last(self) -> bool:
         """Whether the run ends with it."""
         return int(self) + 1 == self._steps.num_steps
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Name what the script does in the block, for the timeline and the report.
+
+        Args:
+            name: "augment", "metrics": none that instep has for spans of its own.
+
+        Raises:
+            ValueError: instep has a span of this name.
+            RuntimeError: it is not inside of ``with step:``.
+
+        Example:
+            >>> run = instep.Run()
+            >>> for step in run.steps(1, model=model, optimizer=optimizer):
+            ...     with step:
+            ...         with step.span("augment"):
+            ...             batch = x + 0.1 * torch.randn_like(x)
+            ...         loss_function(model(batch), y).backward()
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            run ...
+        """
+        return self._steps.work.span(name)
 
     def log(self, **figures: Any) -> None:
         """Record figures of this step, in ``steps.jsonl`` and the run's loggers; show the loss.

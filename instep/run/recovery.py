@@ -13,8 +13,8 @@ newest state is right, and all ranks take it. Of a divided state no rank has eve
 group, so there the snapshots are the first to be asked.
 
 Snapshots are written after nearly every step, into memory that the supervisor holds, by every rank that owns
-part of the state; checkpoints when they are due, in the background, from a snapshot, one half of which is
-not written to meanwhile.
+part of the state; checkpoints when they are due, in the background, from a snapshot, whose half is not
+overwritten until the write has ended.
 """
 
 from __future__ import annotations
@@ -274,9 +274,9 @@ class Snapshots:
         self._sets: dict[int, list[SnapshotHandle]] = {}  # by generation
         self._own: Snapshot | None = None
         self._begun: int | None = None  # the generation that began the set of the own one
-        self._copied: Sequence[Shard] = ()  # into the last snapshot; let go before the ranks meet again
+        self._copied: Sequence[Shard] = ()  # into the last snapshot; released before the next rendezvous
         self._rows = ""
-        self._reader: tuple[int, Saver] | None = None  # a save beside the steps, and the half that it reads
+        self._readers: list[tuple[int, int, Saver]] = []  # memory and half that a save beside the steps reads
 
     def take_over(self, kept: Sequence[SnapshotHandle] | None) -> None:
         """A generation begins, for which the supervisor holds ``kept``."""
@@ -313,11 +313,13 @@ class Snapshots:
 
     @property
     def _is_read(self) -> bool:
-        """Whether a save still reads the half that would be written next."""
-        if self._own is None or self._reader is None:
-            return False
-        half, saver = self._reader
-        return half == self._own.next_half and saver.is_writing
+        """Whether a save still reads the half that would be written next: also one that an earlier generation
+        has begun."""
+        self._readers = [reader for reader in self._readers if reader[2].is_writing]
+        own = self._own
+        return own is not None and any(
+            (inode, half) == (own.mapping.inode, own.next_half) for inode, half, _ in self._readers
+        )
 
     def after_step(self, training: ScriptTraining, step_s: float) -> None:
         """Copy the state, if it is time to; a step takes ``step_s``."""
@@ -344,7 +346,6 @@ class Snapshots:
             return
         room = 2 * len(description), tensor_bytes(live)
         self._own = Snapshot.create(*room) if self._own is None else self._own.grown(*room)
-        self._reader = None
         self._own.write(description, live, training.steps_done)
         self._member.hand_over(self._own, group.rank, group.size, self._begun)
 
@@ -354,7 +355,7 @@ class Snapshots:
         assert self._own is not None
         kept = zip(self._copied, self._own.tensors([x.tensor for x in self._copied]), strict=True)
         copies = {x.name: x._replace(tensor=copy) for x, copy in kept}
-        self._reader = 1 - self._own.next_half, saver
+        self._readers.append((self._own.mapping.inode, 1 - self._own.next_half, saver))
         return [copies.get(x.name) or x._replace(tensor=x.tensor.clone()) for x in shards]  # a tie is in none
 
     def _left_by_another(self, num_ranks: int) -> Snapshot | None:

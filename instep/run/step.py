@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from instep.checkpoint.registered import TrainingState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
-from instep.events import GLOBAL_LOSS, WAITS, Recorder
+from instep.events import COMPARISON, GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
@@ -50,6 +50,7 @@ PHASES = {
     **dict.fromkeys((SPANS[INPUT_GRADIENT], SPANS[WEIGHT_GRADIENT]), "backward"),  # of a stage
     **dict.fromkeys(WAITS, "exchange"),
 }
+NAMED = {"begin", "clip", "ledger", "snapshot", "hash", "save", "evaluate", "finish", COMPARISON, GLOBAL_LOSS}
 
 
 class SpanPhases:
@@ -150,6 +151,14 @@ class StepWork:
                 shape = f" of shape {list(value.shape)}: take its mean()" if hasattr(value, "shape") else ""
                 raise ValueError(f"step.log: {name}: expected a number, got {type(value).__name__}{shape}")
             self._logged[name] = float(value)
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A span of the script's own code."""
+        if not self._is_open:
+            raise RuntimeError("step.span: expected to be called inside of `with step:`")
+        if name in PHASES or name in NAMED:
+            raise ValueError(f"step.span: {name!r} is a span of instep's own: take another name")
+        return self.training.mesh.recorder.span(name, lane="host")
 
     @property
     def reduced(self) -> dict[str, Reduction]:

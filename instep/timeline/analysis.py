@@ -105,6 +105,9 @@ def _as_arguments(flags: str) -> str:
     )
 
 
+UNNAMED, UNNAMED_S = 0.1, 0.001  # of a step, from which on it is worth a name
+
+
 def summary_lines(
     breakdowns: Sequence[RankBreakdown],
     slow: SlowRank | None,
@@ -132,6 +135,14 @@ def summary_lines(
         gain = f"about {in_percent(one.gain_share)} ({steps})"
         try_ = f": {one.try_}" if one.try_ else ""
         yield "" if number else "advice", f"{one.text} Predicted gain: {gain}{try_}"
+    share = fmean(row.unattributed_share for row in breakdowns)
+    left_s = share * fmean(row.median_s for row in breakdowns)
+    if share > UNNAMED and left_s > UNNAMED_S:
+        yield (
+            "" if advice else "advice",
+            f"{in_ms(left_s)} a step ({in_percent(share)}) are in no span: name what your own code does "
+            'there, with step.span("augment"): ...',
+        )
 
 
 def slowness(slow: SlowRank) -> str:

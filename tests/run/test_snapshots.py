@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -245,4 +246,37 @@ def saved_beside_steps(mesh: Mesh, data: Path, path: Path, gate: threading.Event
     gate.set()
     checkpoints.finish(training)
     assert mesh.rank or memory.due(training)
+    mine.leave()
+
+
+def test_a_save_of_an_earlier_generation_reads_its_half_to_the_end(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next generation saved the same step again, forgot the first save, and wrote into what that read:
+    its checkpoint had the weights of a later step, and verified."""
+    gates, write, calls = [threading.Event(), threading.Event()], saving.write, itertools.count()
+
+    def write_later(*args: Any) -> Path:
+        assert gates[next(calls)].wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write", write_later)
+    supervisor = Supervisor()
+    mine, memory = in_shards(world_of_one(), data), snapshots_of(supervisor)
+    first, second = (Checkpoints(tmp_path, 20, snapshots=memory) for _ in range(2))
+    restore_newest(mine.training, memory, first)
+    mine.steps(2)
+    first.save(mine.training)
+    first.give_up()  # a rank is lost
+    memory.take_over(supervisor.all)
+    restore_newest(mine.training, memory, second)
+    second.save(mine.training)
+    mine.step()
+    memory.write(mine.training)
+    gates[0].set()
+    first.close()
+    gates[1].set()
+    second.close()
+    found = newest(tmp_path / CHECKPOINTS)
+    assert found is not None and found.manifest.state_sha256 == reference(data, 2)
     mine.leave()
