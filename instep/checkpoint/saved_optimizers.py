@@ -66,6 +66,8 @@ def require_saved(
 
     ``names`` are those of the ``parameters``, by identity.
     """
+    if options["class"] == NO_OPTIMIZER:
+        raise CheckpointRejected("the saved state has no optimizer: load without optimizer=...")
     if classes(steps) != options["class"]:
         raise CheckpointRejected(
             f"expected the optimizer of the checkpoint, {options['class'][:80]}, got {classes(steps)}: build "

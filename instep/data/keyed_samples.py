@@ -90,11 +90,11 @@ class KeyedSamples:
     def __getitems__(self, task: Task) -> list[Any]:
         """``read`` in a worker process, in a list of its own, as a DataLoader has it."""
         try:
-            return [self.read(task)]
+            found = self.read(task)
         except Exception as error:
-            return [Failed(error)]
-        finally:
-            self._tell(-1)
+            found = Failed(error)
+        self._tell(-1)  # not where the process ends in a sample
+        return [found]
 
     def _tell(self, sample: int) -> None:
         """Say which sample this worker process reads, for when it never answers."""
@@ -195,6 +195,8 @@ class Failed:
         self.kind, self.notes = type(error), getattr(error, "__notes__", [])
         args = error.__reduce__()[1]  # with the file of an OSError
         self.args = args if all(isinstance(x, PLAIN) for x in args) else (str(error),)
+        if "<locals>" in self.kind.__qualname__ or self.kind is StopIteration:  # the one cannot be pickled
+            self.kind, self.args = RuntimeError, (f"{self.kind.__name__}: {error}",)
         self.trace = "".join(traceback.format_exception(error))
 
     def reraise(self) -> NoReturn:

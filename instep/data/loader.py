@@ -157,7 +157,7 @@ class Loader:
         self.groups = _digest(*grouped) if grouped else None  # that on which their order depends, too
         self.identity = _digest(self.num_samples, batch_size, micro_batch_size, seed, shuffle, *grouped)
         mesh_timeout_s: float = getattr(registered_mesh(), "timeout_s", TIMEOUT_S)
-        self.weigh, self.timeout_s = weigh, timeout_s or SOONER * mesh_timeout_s
+        self.weigh, self.timeout_s = weigh, SOONER * mesh_timeout_s if timeout_s is None else timeout_s
         self._position = 0
         self._share = _Share(self.deal, num_workers if isinstance(dataset, Shards) else 0)
         self._shared: Any = [0]  # the turn, and the sample that each worker process reads
@@ -335,6 +335,8 @@ class Loader:
     def _kill_stuck(self) -> None:
         """End the worker processes that are in a sample: torch would wait for each of them for seconds."""
         stream: Any = self._stream
+        if stream is None:  # they were being started
+            return
         signal_handling._remove_worker_pids(id(stream))  # else it would raise again, for those
         stream._worker_pids_set = False
         for i, worker in enumerate(stream._workers):
@@ -358,7 +360,11 @@ class Loader:
             return self._stream
         if self._loader is None:
             self._loader = DataLoader(**self._options)
-        self._stream = iter(self._loader)
+        if (before := self._loader._iterator) is not None:  # it waits for the samples that workers are in
+            before._timeout = self.timeout_s
+        self._stream = stream = iter(self._loader)
+        if before is not None:
+            stream._timeout = self._options["timeout"]
         if "num_workers" in self._options:  # also at the exit of a program that does not close this
             self._end_workers = Finalize(self, _end_workers, (self._stream,), exitpriority=BEFORE_QUEUES)
         return self._stream

@@ -10,7 +10,8 @@ A lock on the memory makes each operation one step for all ranks; the kernel tak
 What such a rank has written of a record is no record, and the next one is written over it.
 
 A store knows no processes: a rank that dies between two of its keys would be missed until the deadline. So
-once the generation ``is_over()`` everything raises, a wait too, which is cut into slices.
+once the generation ``is_over()``, as the supervisor says, everything raises, a wait too, which is cut into
+slices.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ talk over a control channel, JSON over a pipe; descriptors of memory travel on i
     worker       ready ------------>        <--- Assignment(generation 3, rank 1 of 2, store)    meets, trains
     supervisor            waits until all are ready
 
-The ranks then meet in a store, where they wait for each other's addresses. A store knows no processes: a rank
-that dies between two of its keys would be missed until the deadline. The supervisor does know, so the wait is
-cut into slices (``LogStore.wait``), and between two of them a rank looks whether its generation is over.
+The ranks then meet in a store (``log_store.py``), where they wait for each other's addresses.
 """
 
 from __future__ import annotations

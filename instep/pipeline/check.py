@@ -95,7 +95,7 @@ def _check_order(schedule: Schedule) -> None:
         words = ", ".join(
             f"rank {place.rank} at {_at(schedule, place)} for {needed}" for place, needed in waits.items()
         )
-        reason = f"these ranks wait for ever: {words}: put what is waited for before what waits"
+        reason = f"deadlock: {words}: put what is waited for before what waits"
         raise IllegalSchedule(schedule, reason, [*waits])
 
 

@@ -199,7 +199,7 @@ class Connections:
             end += round_up(nbytes, ALIGN)
         end += WORD
         if end > self._needed.get(route, FIRST_BYTES):
-            self._needed[route] = 1 << end.bit_length()
+            self._needed[route] = 1 << (end - 1).bit_length()
         return starts, end
 
     def flush(self) -> None:
@@ -252,7 +252,8 @@ def _route(action: Action, rank: int) -> Route:
 
 def _wait_for_all(kept: list[tuple[Wait, Tensor]]) -> None:
     while kept:
-        kept.pop(0)[0]()
+        wait, _packet = kept.pop(0)  # whose memory may be used again once it is sent
+        wait()
 
 
 def _begun(pg: Any, verb: str, x: Tensor, rank: int, tag: int) -> Wait:

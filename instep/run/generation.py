@@ -1,7 +1,7 @@
 """A generation of a run on one rank: agree on the state, follow up each step, sum up.
 
     ranks join    Generation.begin      restore_newest    every rank has the newest state       recovery.py
-                  a step is made        keep: a snapshot, if it is time to
+                  a step is made        made: a snapshot, if it is time to
                   Generation.follow_up  steps.jsonl, comparison of replicas, checkpoint, when due
                   Generation.end        summary, report data                                    summary.py
     ranks part    because the run has ended, shall stop, or a rank was lost or added

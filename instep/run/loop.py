@@ -88,6 +88,9 @@ class RunStep(int):
         Args:
             name: "augment", "metrics": none that instep has for spans of its own.
 
+        Returns:
+            A context manager.
+
         Raises:
             ValueError: instep has a span of this name.
             RuntimeError: it is not inside of ``with step:``.

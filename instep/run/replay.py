@@ -50,7 +50,7 @@ CLOCK = (
     "If there is none, "
 )
 STEADY = (
-    "Each rank came to the same when it computed the same micro-batch again, so no clock and no random "
+    "Every rank reproduced its own gradients, so no clock and no random "
     "number is the cause: the arithmetic or memory of {0} is broken, or it has another processor or other "
     "libraries, or the script does something else there"
 )
@@ -196,7 +196,7 @@ def what_differs(
     broken = (
         "a rank's arithmetic or memory is broken"
         if alone is None
-        else f"that of rank {alone} is broken, its arithmetic or its memory: it alone came to something else"
+        else f"rank {alone}'s arithmetic or memory is faulty: only its gradients changed"
     )
     return ReplicasDiffer(
         f"{begins} came out otherwise:{lines}\n{CLOCK}{broken}",

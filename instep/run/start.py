@@ -85,8 +85,8 @@ class _Admission:
             return str(self.path)
         if asks_for_help(self._call):
             raise ValueError(
-                f"{self._call.arguments[-1]} is the last argument of the script, so that one process was "
-                "started, for its help; and it trains: put another argument last"
+                f"{self._call.arguments[-1]} is the last argument of the script, so only one process was "
+                "started, to print the help, but the script trains: put another argument last"
             )
         self._wanted = wanted
         run_dir = None if wanted is None else Path(wanted)

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from instep.checkpoint.registered import TrainingState
 from instep.elastic.faults import FaultInjector, named, poison_gradients
 from instep.events import COMPARISON, GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
@@ -266,9 +265,7 @@ class StepWork:
         return norm
 
     def _state_mark(self) -> object:
-        state = self.training.state
-        assert isinstance(state, TrainingState)
-        return state.mark()
+        return self.training.state.mark()
 
     def _key_generators(self) -> None:
         training = self.training
@@ -305,9 +302,8 @@ class StepWork:
             return None
         name = self._optimizers.get(id(optimizer))
         if name is None:
-            steps = self.training.state.steps
-            locals_ = () if steps is None else steps.locals
-            self._unregistered.require_known(optimizer, self.training.steps_done, locals_)
+            steppers = self.training.state.steps.locals
+            self._unregistered.require_known(optimizer, self.training.steps_done, steppers)
             return None
         training = self.training
         self._skipped = self._skipped or training.health.planned(training.steps_done) or ""

@@ -270,6 +270,9 @@ class FullySharded(WrappedOnce):
             reductions={"": sharding.reducer},
         )
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce__()  # where a module's own copies without
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a fully sharded module cannot be copied or pickled, as it holds one rank's part: keep "

@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
 
     In ``step``: the gradients, which have to be reduced already (``DataParallel`` does) and are full on all
     ranks, are used in place. Each rank's ``optimizer_cls`` steps the pieces of parameters in its slice, with
-    the groups' options of this moment. One message of 32 bytes per rank tells whether that went well
+    the groups' options of this moment. One message of 24 bytes per rank tells whether that went well
     everywhere; then the new weights travel: S (W-1)/W bytes per rank in one step, or, where ranks share
     memory (backend "shm"), as many written to the other ranks' memory and a barrier. World size 1 does
     none of this.
@@ -482,8 +482,8 @@ class ShardedOptimizer(Optimizer):
         """Raise on all ranks unless all make the same step, and none has ``raised``.
 
         A barrier too: when it returns, all ranks have come. Collective: 24 bytes. ``meeting`` is the
-        reduction of the gradients, where one is over all ranks: one that makes no step goes on to its next
-        exchange, and so it is met.
+        reduction of the gradients, where one is over all ranks: a rank that skips the step reaches its next
+        exchange instead, and the mismatch shows there.
 
         Raises:
             Desync: on all ranks; also where one does something else at the ``meeting``.

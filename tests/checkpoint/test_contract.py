@@ -161,11 +161,21 @@ def test_what_must_be_the_same_may_be_the_same(mesh: Mesh) -> None:
 
 
 @world(3)
-def test_what_is_not_the_same_is_raised_with_the_first_rank_that_differs(mesh: Mesh) -> None:
-    listed = r":\n  threads: 1 on rank 0, 2 on rank 1$"
-    words = r"rank 1 would .*these the same" + (r" \(rank 0 says which\)$" if mesh.rank else listed)
-    with pytest.raises(ContractBroken, match=words) as caught:
-        require_same(mesh.world.group, {"torch": "2", "threads": 1 + (mesh.rank > 0)})
+@pytest.mark.parametrize(
+    ("threads", "words"),
+    [
+        ((1, 2, 1), "rank 1 would compute other bits than the others; .*: 1 on rank 0, 2 on rank 1$"),
+        ((2, 1, 1), "rank 0 would compute other bits than the others; .*: 1 on rank 1, 2 on rank 0$"),
+        ((1, 2, 3), "ranks 1, 2 would .* than rank 0, and no majority says which is right; .*, 2 on rank 1$"),
+    ],
+)
+def test_what_is_not_the_same_is_raised_with_the_ranks_that_differ(
+    mesh: Mesh, threads: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(
+        ContractBroken, match="(?s)" + (r"rank 0 says which" if mesh.rank else words)
+    ) as caught:
+        require_same(mesh.world.group, {"torch": "2", "threads": threads[mesh.rank]})
     assert getattr(caught.value, "told", False) is (mesh.rank != 0)
 
 

@@ -8,11 +8,14 @@ import os
 import random
 import re
 import signal
+import sys
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +455,8 @@ class Strange(Exception):
         (KeyError("no"), KeyError, "'no'"),
         (Strange(3, []), RuntimeError, "Strange: ('code 3', [])"),
         (OSError(2, "gone", "a.txt"), FileNotFoundError, "[Errno 2] gone: 'a.txt'"),
+        (type("Local", (ValueError,), {"__qualname__": "f.<locals>.Local"})("no"), RuntimeError, "Local: no"),
+        (StopIteration("at the end"), RuntimeError, "StopIteration: at the end"),
     ],
 )
 def test_an_error_of_a_worker_is_raised_as_it_was(error: Exception, kind: Any, says: str) -> None:
@@ -478,17 +483,54 @@ def test_a_worker_that_dies_is_told_with_the_samples_that_were_waited_for() -> N
 
 
 class Ends(Dies):
+    def __init__(self, end: Callable[[int], object]) -> None:
+        self.end = end
+
     def __getitem__(self, i: int) -> int:
         if i == 5:
-            os._exit(3)
+            self.end(3)
         return i
 
 
-def test_a_worker_that_ends_is_told_at_once_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", [os._exit, sys.exit])
+def test_a_worker_that_ends_is_told_at_once_with_its_exit_code(
+    end: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("instep.data.loader.LOOK_S", 0.1)
-    loader = Loader(Ends(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
+    loader = Loader(Ends(end), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
     with pytest.raises(RuntimeError, match=r"of Ends: worker 0 .* exited with code 3, in sample 5\."):
         list(loader.read([1]))
+
+
+class Slow(Dataset[int]):
+    """Reads sample 1 when ``gate`` opens."""
+
+    def __init__(self) -> None:
+        self.reads, self.gate = (get_context("fork").Event() for _ in range(2))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        if i == 1:
+            self.reads.set()
+            self.gate.wait(30)
+        return i
+
+
+def test_a_loader_that_goes_back_waits_for_the_sample_that_a_worker_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch waited for it as long as for a look at the workers, and the deadline was told."""
+    monkeypatch.setattr("instep.data.loader.LOOK_S", 0.1)
+    dataset = Slow()
+    loader = Loader(dataset, 1, 1, num_workers=1, shuffle=False)
+    assert [data.tolist() for data, _ in loader.read([0])] == [[0]]
+    assert dataset.reads.wait(30)  # ahead, for the next step
+    threading.Timer(0.5, dataset.gate.set).start()
+    loader.load_state_dict(loader.state_dict() | {"position": 0})
+    assert [data.tolist() for data, _ in loader.read([0])] == [[0]]
+    loader.close()
 
 
 class Hangs(Dataset[int]):

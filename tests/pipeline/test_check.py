@@ -38,7 +38,7 @@ def test_a_backward_before_its_forward_is_refused():
 
 def test_ranks_that_wait_for_each_other_are_refused():
     assert refusal("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1") == (
-        "these ranks wait for ever: rank 0 at 0B0 for 1B0, rank 1 at 1F1 for 0F1: "
+        "deadlock: rank 0 at 0B0 for 1B0, rank 1 at 1F1 for 0F1: "
         "put what is waited for before what waits\n\n"
         "rank 0: 0F0  .   .  0B0 0F1 0B1\n"
         "                    ^^^ <-- here\n"

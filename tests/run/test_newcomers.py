@@ -73,5 +73,7 @@ def test_one_that_computes_other_numbers_is_never_ready(
     number: int, come: Come, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_training, "canary", lambda device: "0" * 16)
-    with pytest.raises(ContractBroken, match="one fixed micro-batch alone: suspect its cores: canary"):
+    with pytest.raises(
+        ContractBroken, match="of one fixed micro-batch: suspect that rank's hardware: canary"
+    ):
         come("these", number)

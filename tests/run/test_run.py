@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -337,14 +336,14 @@ def test_what_a_script_logs_is_on_the_terminal_in_the_summary_in_the_report_and_
 def test_a_span_of_the_scripts_own_code_is_in_the_report_by_its_name(begin: Begin, tmp_path: Path) -> None:
     def before(step: instep.Step) -> None:
         with step.span("augment"):
-            time.sleep(0.002)
+            torch.ones(400, 400) @ torch.ones(400, 400)
         with pytest.raises(ValueError, match="'forward' is a span of instep's own: take another name"):
             step.span("forward")
 
     loop, steps = begin(), []
     loop.train(6, before=before, after=steps.append)
     (rank,) = report_data(tmp_path / "run")[0]["breakdown"]["ranks"]
-    assert rank["hosts"]["augment"] >= 2.0
+    assert rank["hosts"]["augment"] > 0
     with pytest.raises(RuntimeError, match="expected to be called inside of `with step:`"):
         steps[0].span("augment")
 

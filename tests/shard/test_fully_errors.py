@@ -120,6 +120,19 @@ class Named(nn.Module):
         setattr(self, name, "mine")
 
 
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo: object) -> nn.Linear:
+        return nn.Linear(2, 2)
+
+
+@STAGES
+def test_nor_is_a_module_copied_that_copies_itself(stage: int) -> None:
+    model = fully_shard(CopiesItself(2, 2), world_of_one(), stage)
+    with pytest.raises(TypeError, match="full_state_dict"):
+        copy.deepcopy(model)
+    model.close()
+
+
 @STAGES
 def test_a_sharded_module_stays_an_instance_of_its_class_until_it_is_closed(stage: int) -> None:
     module = filled(Wide())
