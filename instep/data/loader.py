@@ -53,6 +53,7 @@ NUM_HELD = 4  # micro-batches of a worker process that are filled, sent or used 
 BEFORE_QUEUES = 20  # at exit multiprocessing closes its queues at 10
 SOONER = 0.8  # of the mesh's deadline: before the ranks that wait for this one come to theirs
 LOOK_S = 2  # seconds between two checks that all worker processes live, while one is waited for
+GONE_S = 2.0  # for a process that has given up its memory to end
 LATE = "DataLoader timed out"  # how torch's message begins if no worker answers in time
 LOST = "DataLoader worker", LATE  # ... if a worker has died, or hangs
 PROFILED = "enumerate(DataLoader)#instep.Loader"  # the beginning is what readers of profiles look for
@@ -324,7 +325,12 @@ class Loader:
             return data
         except BaseException as error:
             lost = ""
-            if isinstance(error, RuntimeError) and str(error).startswith(LOST):
+            if is_gone := isinstance(error, OSError) and str(error.filename).startswith(
+                "/proc/"
+            ):  # its memory
+                for worker in getattr(self._stream, "_workers", ()):
+                    worker.join(GONE_S if str(worker.pid) in str(error.filename) else 0)
+            if is_gone or (isinstance(error, RuntimeError) and str(error).startswith(LOST)):
                 lost = self._lost(own[k], str(error))
                 self._kill_stuck()
             self.close()  # what comes next from it is not known
@@ -337,8 +343,6 @@ class Loader:
         stream: Any = self._stream
         if stream is None:  # they were being started
             return
-        signal_handling._remove_worker_pids(id(stream))  # else it would raise again, for those
-        stream._worker_pids_set = False
         for i, worker in enumerate(stream._workers):
             if self._shared[1 + i] >= 0:
                 worker.kill()
@@ -362,12 +366,18 @@ class Loader:
             self._loader = DataLoader(**self._options)
         if (before := self._loader._iterator) is not None:  # it waits for the samples that workers are in
             before._timeout = self.timeout_s
-        self._stream = stream = iter(self._loader)
+        stream: Any = iter(self._loader)
+        self._stream = stream
         if before is not None:
             stream._timeout = self._options["timeout"]
+        elif getattr(
+            stream, "_worker_pids_set", False
+        ):  # a worker that dies is noticed here, and not in the middle of a step
+            signal_handling._remove_worker_pids(id(stream))
+            stream._worker_pids_set = False
         if "num_workers" in self._options:  # also at the exit of a program that does not close this
             self._end_workers = Finalize(self, _end_workers, (self._stream,), exitpriority=BEFORE_QUEUES)
-        return self._stream
+        return stream
 
     def _read_here(self, task: Task) -> Any:
         with profiler.record_function(PROFILED):

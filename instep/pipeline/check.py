@@ -104,7 +104,7 @@ def _at(schedule: Schedule, place: GridPlace) -> Action:
 
 
 def _waits(schedule: Schedule) -> dict[GridPlace, Action]:
-    """Where ranks wait for ever, and for which action; nothing if all of them come to their ends."""
+    """Where ranks deadlock, and which action each waits for; nothing if all of them come to their ends."""
     reached = [0] * schedule.num_ranks
     actions = {result: action for row in schedule.rows for action in row for result in action.results}
     for place, action in in_order(schedule.rows, schedule.needs):

@@ -138,10 +138,13 @@ class ShardedParameters:
                 for (*_, outer), members in flat.items()
             ]
             matrices = [OwnedParameters(x, self.cost, self._group) for x in divided.values() if self.cost]
-        self.spaces += [*units.values(), *made, *matrices]
+        self.spaces += [unit for unit in units.values() if unit not in self.spaces]
+        self.spaces += [*made, *matrices]
         self.owned |= {p: (p.data_ptr(), p.shape) for space in made for p in space.parameters}
         # The local optimizer is one of its own, whose steps are not those of the parameters' optimizer.
-        pieces = [replace(x, tensor=x.tensor.detach()) for unit in units.values() for x in unit.held]
+        new = {id(p) for group in groups[first_group:] for p in group["params"]}
+        mine = [x for unit in units.values() for x in unit.held if id(x.parameter) in new]
+        pieces = [replace(x, tensor=x.tensor.detach()) for x in mine]
         pieces += [x for space in (*made, *matrices) for x in space.held]
         held = {numbers[id(x.parameter)]: x for x in pieces if x.parameter in self.owned}
         self.held |= {number: held[number] for number in sorted(held)}

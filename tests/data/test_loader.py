@@ -502,6 +502,17 @@ def test_a_worker_that_ends_is_told_at_once_with_its_exit_code(
         list(loader.read([1]))
 
 
+def test_a_worker_that_dies_is_not_noticed_in_the_middle_of_what_is_computed() -> None:
+    """torch's handler of SIGCHLD raised there, without the sample."""
+    loader = Loader(Dies(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
+    stream = loader.read([0, 1])
+    assert next(stream)[0] == [0, 1, 2, 3]
+    (worker,) = loader._stream._workers  # type: ignore[union-attr]
+    worker.join()  # computes
+    with pytest.raises(RuntimeError, match=r"worker 0 \(pid \d+\) was killed by SIGKILL, in sample 5"):
+        next(stream)
+
+
 class Slow(Dataset[int]):
     """Reads sample 1 when ``gate`` opens."""
 

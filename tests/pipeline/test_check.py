@@ -136,7 +136,7 @@ def test_a_rank_that_finishes_each_micro_batch_starves_a_rank_that_fills(schedul
     all_at_once = [Action(rank + 1, kind, k) for kind in "FB" for k in range(schedule.num_micro_batches)]
     rows = [*schedule.rows]
     rows[rank], rows[rank + 1] = tuple(one_by_one), tuple(all_at_once)
-    with pytest.raises(IllegalSchedule, match=f"wait for ever: .*rank {rank} at {rank}B0 for {rank + 1}B0"):
+    with pytest.raises(IllegalSchedule, match=f"deadlock: .*rank {rank} at {rank}B0 for {rank + 1}B0"):
         check(Schedule(tuple(rows), schedule.stage_ranks, schedule.num_micro_batches))
 
 

@@ -40,7 +40,7 @@ def test_the_stage_that_owns_a_shared_parameter_waits_for_the_gradients_of_the_o
         ("0F0 1F0 1I0 0B0 1W0", r"0B0 needs 1W0 \(stages 0 and 1 share a parameter\).*put 1W0 before it"),
         (
             "0F0 0B0 0F1 0B1\n1F0 1I0 1F1 1I1 1W0 1W1",
-            r"wait for ever: rank 0 at 0B0 for 1W0, rank 1 at 1F1 for 0F1(?s:.*)<-- here",
+            r"deadlock: rank 0 at 0B0 for 1W0, rank 1 at 1F1 for 0F1(?s:.*)<-- here",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
@@ -9,7 +10,7 @@ from torch.optim import SGD, AdamW
 
 import instep
 from instep.mesh.mesh import Mesh
-from tests.parity import numbers
+from tests.parity import filled, numbers
 from tests.replicate.replicas import equal_everywhere
 from tests.shard.given import parameters, steps
 from tests.shard.trained import WIDTH, Wide, assert_same
@@ -95,3 +96,26 @@ def test_a_state_dict_of_the_module_is_written_as_ever(mesh: Mesh) -> None:
     size = len(save(module.state_dict()))
     assert size == len(plain)
     optimizer.close()
+
+
+@world(2)
+@pytest.mark.parametrize("added", [(3,), (1, 3), (0,), (1, 2)], ids=str)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_group_added_later_may_have_a_part_of_a_unit(
+    mesh: Mesh, stage: int, added: tuple[int, ...]
+) -> None:
+    """The parameters of the unit that an earlier group has were never stepped again."""
+
+    def trained(is_sharded: bool) -> dict[str, torch.Tensor]:
+        module = filled(torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70)))
+        model = instep.fully_shard(module, mesh, stage=stage)
+        given = list(model.parameters())
+        first = [p for i, p in enumerate(given) if i not in added]
+        optimizer = instep.ShardedOptimizer(first, SGD, mesh, lr=0.1) if is_sharded else SGD(first, lr=0.1)
+        optimizer.add_param_group({"params": [given[i] for i in added], "lr": 0.001})
+        for micro_batch in model.micro_batches(2):
+            model(numbers(3, 70, key=str(micro_batch.index))).square().sum().backward()
+        optimizer.step()
+        return {name: x.clone() for name, x in instep.full_state_dict(model).items()}
+
+    assert_same(trained(True), trained(False), "weights")
