@@ -401,7 +401,7 @@ def test_a_state_with_an_optimizer_is_not_taken_without_it() -> None:
     with_one = {**objects, "optimizer": SGD(objects["model"].parameters())}
     with pytest.raises(CheckpointRejected, match=r"has an optimizer \(SGD\), and none is given"):
         Elsewhere.of(Registered(with_one).state()).restore(Registered(objects).state())
-    with pytest.raises(CheckpointRejected, match="expected the optimizer of the checkpoint, none, got SGD"):
+    with pytest.raises(CheckpointRejected, match="the saved state has no optimizer: load without"):
         Elsewhere.of(Registered(objects).state()).restore(Registered(with_one).state())
 
 

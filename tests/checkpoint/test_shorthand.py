@@ -174,7 +174,7 @@ def test_what_a_wrapper_trains_is_given_as_the_wrapper(tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_optimizer_cannot_restore_one(tmp_path: Path) -> None:
     model, optimizer = made(0)
     save(tmp_path, step=1, model=model)
-    with pytest.raises(CheckpointRejected, match="expected the optimizer of the checkpoint, none, got AdamW"):
+    with pytest.raises(CheckpointRejected, match="the saved state has no optimizer: load without"):
         load(tmp_path, model=model, optimizer=optimizer)
     assert load(tmp_path, model=model).step == 1
 

@@ -502,17 +502,6 @@ def test_a_worker_that_ends_is_told_at_once_with_its_exit_code(
         list(loader.read([1]))
 
 
-def test_a_worker_that_dies_is_not_noticed_in_the_middle_of_what_is_computed() -> None:
-    """torch's handler of SIGCHLD raised there, without the sample."""
-    loader = Loader(Dies(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
-    stream = loader.read([0, 1])
-    assert next(stream)[0] == [0, 1, 2, 3]
-    (worker,) = loader._stream._workers  # type: ignore[union-attr]
-    worker.join()  # computes
-    with pytest.raises(RuntimeError, match=r"worker 0 \(pid \d+\) was killed by SIGKILL, in sample 5"):
-        next(stream)
-
-
 class Slow(Dataset[int]):
     """Reads sample 1 when ``gate`` opens."""
 
@@ -542,6 +531,26 @@ def test_a_loader_that_goes_back_waits_for_the_sample_that_a_worker_is_in(
     loader.load_state_dict(loader.state_dict() | {"position": 0})
     assert [data.tolist() for data, _ in loader.read([0])] == [[0]]
     loader.close()
+
+
+class DiesLater(Slow):
+    def __getitem__(self, i: int) -> int:
+        if super().__getitem__(i) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+
+def test_a_worker_that_dies_is_not_noticed_in_the_middle_of_what_is_computed() -> None:
+    """torch's handler of SIGCHLD raised there, without the sample."""
+    dataset = DiesLater()
+    loader = Loader(dataset, 4, 1, shuffle=False, num_workers=1)
+    stream = loader.read([0, 1])
+    assert next(stream)[0].tolist() == [0]
+    (worker,) = loader._stream._workers  # type: ignore[union-attr]
+    dataset.gate.set()
+    worker.join()  # computes
+    with pytest.raises(RuntimeError, match=r"worker 0 \(pid \d+\) was killed by SIGKILL, in sample 1"):
+        next(stream)
 
 
 class Hangs(Dataset[int]):

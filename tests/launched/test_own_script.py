@@ -299,7 +299,10 @@ def test_a_script_that_trains_where_it_was_asked_for_help_is_refused(tmp_path: P
     script.write_text("import sys\nsys.argv[1:] = []\n" + SCRIPT.read_text())
     ended = run("-n", 3, script=script, cwd=tmp_path, says=("--lr", "-h"))
     assert ended.code == 2
-    assert "-h is the last argument of the script, so that one process was started, for its help" in ended.err
+    assert (
+        "-h is the last argument of the script, so only one process was started, to print the help"
+        in ended.err
+    )
 
 
 FIT = """
