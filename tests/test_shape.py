@@ -127,7 +127,7 @@ BUDGET = {
     "cli": 925,
     "comm": 995,
     "data": 1160,
-    "elastic": 2035,
+    "elastic": 2040,
     "launch": 1445,
     "mesh": 1155,
     "models": 300,

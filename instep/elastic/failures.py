@@ -43,8 +43,8 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """The text of its exception without pids and addresses, which differ between attempts."""
-        return NUMBER.sub("#", self.error)
+        """The first line of its exception without pids and addresses, which differ between attempts."""
+        return NUMBER.sub("#", self.error.partition("\n")[0])
 
     def repeats(self, other: Failure) -> bool:
         """Whether ``other`` is the same exception at the same step, at another try."""
@@ -60,7 +60,8 @@ class RunFailed(InstepError):
     """The run failed again and again; the message lists every failure since the last step that was done."""
 
     def __init__(self, reason: str, failures: Sequence[Failure]) -> None:
-        super().__init__("\n  ".join([reason, *map(str, failures)]))
+        lines = (str(failure).partition("\n")[0] for failure in failures)  # the rest has been said
+        super().__init__("\n  ".join([reason, *lines]))
         self.failures = tuple(failures)
 
 

@@ -292,6 +292,8 @@ class Supervisor:
         if not quiet:
             alike = self.retries.like(failure) if failure.error else []
             lines = [f"{failure}, as rank {alike[0].rank}"] if alike else [str(failure), detail.rstrip()]
+            if any(failure.kind == before.kind for before in self.retries.raised):  # the rest has been said
+                lines = [line.partition("\n")[0] for line in lines[:1]]
             self.options.say("\n".join(filter(None, lines)))
         noticed_ns, fired_ns = time.monotonic_ns(), self.page.fired_ns
         injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
@@ -447,7 +449,7 @@ class Supervisor:
         """Count it as a failure if all have left, for an error, a generation in which no worker failed."""
         errors = [message for message in self._lost if message.get("error")]
         if errors and not self._member_failed:
-            first = errors[0]
+            first = max(errors, key=lambda message: len(message["error"]))  # one has the table of all ranks
             where = (first["rank"], first["pid"], self.generation, first["step"], first["phase"])
             failure = Failure(*where, f"lost its group: {first['error']}", first["error"])
             self.recovery = self.recovery or Recovery(failure)

@@ -247,6 +247,18 @@ def test_a_script_ends_with_its_own_code_and_is_told_that_it_has_no_run(tmp_path
     assert "the script never iterated run.steps(): every process ran independently" in ended.err
 
 
+def test_a_call_that_one_rank_makes_is_named_with_the_lines_of_all_and_once(tmp_path: Path) -> None:
+    """It said "rank 0 calls all_gather of 256 uint8", four times."""
+    script = tmp_path / "train.py"
+    alone = "zero_grad()\n        if run.rank == 0: instep.mean(1.0)"
+    script.write_text(UNLUCKY.replace("if i == 30", "if False").replace("zero_grad()", alone))
+    ended = run("-n", 2, cwd=tmp_path, script=script)
+    assert ended.code == 1, ended.err
+    line = 1 + script.read_text().splitlines().index("        if run.rank == 0: instep.mean(1.0)")
+    assert len(re.findall(rf"\n +0  in instep\.mean .* {tmp_path.name}/train\.py:{line} ", ended.err)) == 1
+    assert len(re.findall(r"\n +1  in the exchange of figures .*/train\.py:\d+ ", ended.err)) == 1
+
+
 def test_one_rank_finishes_the_run_of_all_and_what_follows_the_loop_runs(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     early = UNLUCKY.replace("if i == 30", "if False").replace("run.steps(4,", "run.steps(400,")
