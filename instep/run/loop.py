@@ -109,7 +109,7 @@ class RunStep(int):
         return self._steps.work.span(name)
 
     def log(self, **figures: Any) -> None:
-        """Record figures of this step, in ``steps.jsonl`` and the run's loggers; show the loss.
+        """Record figures of this step: in ``steps.jsonl``, on the terminal, in summary, report and loggers.
 
         Those of rank 0 count: take ``instep.mean`` where ranks have different ones. Of a step that is made
         again, the last ones count.
