@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 AMISS = ("differs", "failed", "cut off")
 SHORTEST = 0.25  # of its seconds: a part that would get less is skipped
+ended_by: list[int] = []  # the signals that have come
 GRACE_S = 3.0  # between SIGTERM, at which launchers end their ranks, and SIGKILL
 LOOK_S = 0.1
 TAIL_BYTES = 3000  # of what a part has printed, kept with its failure
@@ -63,7 +64,8 @@ SMOKE = "nccl, two ranks"  # with --nccl alone
 
 def main() -> int:
     wanted = arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Noted, and not raised: in the middle of a poll it would leave a lock of subprocess taken.
+    signal.signal(signal.SIGTERM, lambda number, frame: ended_by.append(number))
     parts = {name: part for name, part in PARTS.items() if name != SMOKE or wanted.nccl}
     with tempfile.TemporaryDirectory(prefix="wheels-") as packages:
         run = Run(wanted, packages)
@@ -145,11 +147,13 @@ class Run:
                 command, cwd=ROOT, env=self._environ, start_new_session=True, **streams
             )
             try:
-                while (code := process.poll()) is None and time.monotonic() < began + limit:
+                while (code := process.poll()) is None and time.monotonic() < began + limit and not ended_by:
                     time.sleep(LOOK_S)
                     self._look()
             finally:
                 end_session(process)
+        if ended_by:
+            sys.exit(128 + ended_by[0])
         self._look()
         data: dict[str, object] = {"seconds": round(time.monotonic() - began, 1)}
         if code != 0:

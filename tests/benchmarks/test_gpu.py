@@ -35,9 +35,9 @@ sys.exit(run.main())
 GOOD = "found('first', 'same')"
 HANGS = """
 import subprocess
-found('begun', 'same')
 child = subprocess.Popen(["sleep", "600"])
 print("pid", child.pid, flush=True)
+found('begun', 'same')
 child.wait()
 """
 
