@@ -115,7 +115,7 @@ class AfterSteps:
         made = self.training.last
         assert made is not None
         self._follow_up(stop=made.stop)
-        if made.stop and not made.finish:
+        if made.stop:
             return self._stopped()
         if made.regroup and self.training.steps_done < self.last:
             return Ending.REGROUP

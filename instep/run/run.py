@@ -305,11 +305,7 @@ class Run:
             ...         run.finish()
             run ...
         """
-        if self._steps is None:
-            raise RuntimeError(
-                "run.finish: the steps have not begun: call it inside of the loop over run.steps"
-            )
-        self._steps.finishes = True
+        self._loop("finish").finishes = True
 
     def stop(self) -> None:
         """Interrupt the run after this step, on all ranks, to be resumed: with a checkpoint, as SIGTERM does.
@@ -324,11 +320,14 @@ class Run:
             ...         run.stop()  # it is the last in any case
             run ...
         """
+        self._loop("stop").asked.append("run.stop()")
+
+    def _loop(self, call: str) -> RunLoop:
         if self._steps is None:
             raise RuntimeError(
-                "run.stop: the steps have not begun: call it inside of the loop over run.steps"
+                f"run.{call}: the steps have not begun: call it inside of the loop over run.steps"
             )
-        self._steps.asked.append("run.stop()")
+        return self._steps
 
 
 def _table(name: str, topic: Topic, kind: type[Any]) -> Mapping[str, Any]:
