@@ -41,6 +41,9 @@ COMPARISON = "comparison of replicas"
 WAITS = frozenset({GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER, BATCH_NORM, BUFFERS, GLOBAL_LOSS,
                    SPLIT_SOFTMAX, EXPERT_DISPATCH, PIPELINE, COMPARISON})  # fmt: skip
 
+# A run's own work around a step, most of it on rank 0: no script is slow by it.
+BOOKKEEPING = frozenset({"begin", "snapshot", "ledger", "hash", "save", "timing"})
+
 
 class Event(NamedTuple):
     """One thing that took time, on one of ``LANES`` (or on "replica 0", "replica 1", ...: threads).

@@ -121,12 +121,12 @@ PURE = (
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 955,
+    "": 960,
     "bench": 5800,
     "checkpoint": 4010,
     "cli": 925,
     "comm": 995,
-    "data": 1160,
+    "data": 1195,
     "elastic": 2040,
     "launch": 1445,
     "mesh": 1155,
@@ -137,15 +137,15 @@ BUDGET = {
     "plan": 95,
     "recipes": 845,
     "record": 1840,
-    "reduce": 2700,
+    "reduce": 2710,
     "replicate": 1690,
     "rng": 410,
-    "run": 5090,
+    "run": 5105,
     "shard": 4205,
     "shm": 2040,
-    "state": 1670,
-    "step": 2620,
-    "timeline": 4930,
+    "state": 1720,
+    "step": 2690,
+    "timeline": 4935,
     "verify": 745,
 }
 MAX_FILE_LINES = 800
@@ -242,6 +242,8 @@ ONE_USER = {
     "instep/shm/handshake.py",
     "instep/shm/point_to_point.py",
     "instep/step/gradients.py",
+    "instep/step/input_digest.py",
+    "instep/step/loss_scale.py",
     "instep/verify/batch.py",
 }
 

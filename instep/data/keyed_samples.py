@@ -39,8 +39,14 @@ class Place(NamedTuple):
     sample: int
 
 
+FIRST_SAMPLE = -1
+
+
 class Task(NamedTuple):
-    """A micro-batch to be read, of the step that begins at ``position``; none if that is below 0."""
+    """A micro-batch to be read, of the step that begins at ``position``; none if that is below 0.
+
+    ``FIRST_SAMPLE`` is a batch of the first sample alone, or None if that fails.
+    """
 
     turn: int  # of the reader: those of an earlier one are not wanted any more
     position: int
@@ -105,7 +111,15 @@ class KeyedSamples:
         """What is made of the samples of ``task``; None if they are not wanted any more."""
         if task.position < 0 or task.turn != self.shared[0]:
             return None
-        places = said = self.deal.places(task.position, task.micro_batch)
+        if task.micro_batch != FIRST_SAMPLE:
+            return self._read(task, self.deal.places(task.position, task.micro_batch))
+        try:
+            return self._read(task, self.deal.places(0, 0)[:1])
+        except Exception:  # whoever reads that sample for training raises
+            return None
+
+    def _read(self, task: Task, places: list[Place]) -> Any:
+        said = places
         at_once = getattr(self.dataset, "__getitems__", None)
         samples: list[Any] = []
         with self._keyed() as generators:

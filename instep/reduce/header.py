@@ -65,7 +65,9 @@ class Header(NamedTuple):
     data_position: int = -1  # of the data source of a declared step
     data_identity: int = 0  # digest of the settings that decide which samples the source reads
     buffers: int = 0  # checksum of the module's buffers, with the last bucket (step/agreement.py)
-    input_digest: int = 0  # of the inputs of this rank's first micro-batches (step/input_digest.py)
+    input_digest: int = (
+        0  # of this rank's first inputs, or of its loader's first sample (step/input_digest.py)
+    )
 
 
 # Field: (what "rank 1" does, fix). A difference in one field causes differences in later ones.
@@ -119,8 +121,15 @@ _VALUES: Mapping[str, Mapping[int, str]] = {
     "hooked": {0: "instep's exchange", 1: "a communication hook"},
 }
 NUM_FIELDS = len(Header._fields)
+# Not compared with a rank that has read nothing.
+OTHER_SAMPLE = {
+    "input_digest": (
+        "has another first sample in its instep.Loader, digest {}",
+        "Open the same data set on every rank, with its files in the same order: sort what a directory lists",
+    )
+}
 _agreed = itemgetter(*map(Header._fields.index, AGREED))
-_left = attrgetter("left")
+_left, _input_digest = map(attrgetter, ("left", "input_digest"))
 
 
 def header_length(num_parameters: int) -> int:
@@ -152,7 +161,10 @@ def unpack(rows: Tensor, num_flags: int) -> tuple[list[Header], list[int]]:
 def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> Problem | None:
     """Why these headers do not belong to one exchange, naming ranks; None if they do."""
     if len(set(map(_agreed, headers))) == 1 and not any(map(_left, headers)):
-        return None
+        if headers[0].data_position < 0 or len({*map(_input_digest, headers)} - {0}) < 2:
+            return None
+        read = [(h.input_digest, rank) for h, rank in zip(headers, ranks, strict=True) if h.input_digest]
+        return _out_of_step("input_digest", *zip(*read, strict=True))
     gone = [rank for rank, header in zip(ranks, headers, strict=True) if header.left]
     if gone:
         return Problem(
@@ -176,7 +188,7 @@ def describe_step(header: Header) -> str:
 
 def _out_of_step(name: str, values: Sequence[int], ranks: Sequence[int]) -> Problem:
     """ "rank 2 sends bucket 7; ranks 0, 1: 6", with the odd ranks first."""
-    phrase, fix = AGREED[name]
+    phrase, fix = (AGREED | OTHER_SAMPLE)[name]
     text = {value: _VALUES.get(name, {}).get(value, str(value)) for value in values}
     common = Tally(values).most_common(1)[0][0]
     odd = {rank: value for rank, value in zip(ranks, values, strict=True) if value != common}

@@ -101,7 +101,7 @@ class AfterSteps:
 
     def made(self, step_s: float) -> None:
         """A step was made, in so many seconds: copy the state, if it is time to."""
-        with self.training.mesh.recorder.span("snapshot", lane="host"):
+        with self.training.timing.bookkeeping("snapshot"):
             if self.memory is not None:
                 self.memory.after_step(self.training, step_s)
         if self._is_first:
@@ -149,11 +149,11 @@ class AfterSteps:
 
     def _follow_up(self, *, stop: bool, is_saved: bool = False) -> None:
         training, config = self.training, self.training.config
-        made, span = training.last, training.mesh.recorder.span
+        made, bookkeeping = training.last, training.timing.bookkeeping
         saves, best = not is_saved and (stop or self._is_due(config.checkpoint.every)), False
         if made is not None and training.steps_done > self.writer.written:
             training.heartbeat.enter("gather")
-            with span("ledger", lane="host"):
+            with bookkeeping("ledger"):
                 held_out = self._evaluate() if self._is_due(config.eval.every) else None
                 best = self._is_best(made, held_out)
                 training.heartbeat.enter("ledger")
@@ -163,7 +163,7 @@ class AfterSteps:
         if training.group.size > 1 and (saves or (every and training.steps_done % every == 0)):
             training.compare_replicas()
         if saves:
-            with span("save", lane="host"):
+            with bookkeeping("save"):
                 training.heartbeat.enter("save")
                 self.checkpoints.save(training)
 

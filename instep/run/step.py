@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from instep.elastic.faults import FaultInjector, named, poison_gradients
-from instep.events import COMPARISON, GLOBAL_LOSS, WAITS, Recorder
+from instep.events import BOOKKEEPING, COMPARISON, GLOBAL_LOSS, WAITS, Recorder
 from instep.net.device import generators
 from instep.net.process_group import Group
 from instep.pipeline.actions import INPUT_GRADIENT, SPANS, WEIGHT_GRADIENT
@@ -49,7 +49,7 @@ PHASES = {
     **dict.fromkeys((SPANS[INPUT_GRADIENT], SPANS[WEIGHT_GRADIENT]), "backward"),  # of a stage
     **dict.fromkeys(WAITS, "exchange"),
 }
-NAMED = {"begin", "clip", "ledger", "snapshot", "hash", "save", "evaluate", "finish", COMPARISON, GLOBAL_LOSS}
+NAMED = BOOKKEEPING | {"clip", "evaluate", "finish", COMPARISON, GLOBAL_LOSS}
 
 
 class SpanPhases:

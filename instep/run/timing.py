@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from instep.events import STEP, Event, Recorder, Timeline
 from instep.timeline.breakdown import RankBreakdown, Sums, breakdown, parts, slowdown, sums
@@ -28,6 +29,7 @@ class Timing:
         self.recorder = recorder
         self.own = [0.0] * NUM_OWN  # of the step before; zeros before there is one
         self._made: Sums | None = None  # of the open step, until what follows it
+        self._bookkeeping_ns = 0  # of this step
         self._num_ranks = num_ranks
         self._heard: deque[Sequence[float]] = deque(maxlen=REMEMBERED * num_ranks)
         recorder.by_optimizer = False
@@ -35,9 +37,19 @@ class Timing:
     def begin(self, step: int) -> None:
         """A step begins, and the one before has ended."""
         if self._made is not None:
-            self.own = OwnTimes.of_sums(self._made, time.monotonic_ns() - self._made.end_ns).to_list()
+            after_ns = time.monotonic_ns() - self._made.end_ns
+            self.own = OwnTimes.of_sums(self._made, after_ns, self._bookkeeping_ns).to_list()
             self._made = None
+        self._bookkeeping_ns = 0
         self.recorder.begin_step(step)
+
+    @contextmanager
+    def bookkeeping(self, name: str) -> Iterator[None]:
+        """A span of the run's own, one of ``BOOKKEEPING``, by which no script is slow."""
+        with self.recorder.span(name, lane="host"):
+            begun_ns = time.monotonic_ns()
+            yield
+            self._bookkeeping_ns += time.monotonic_ns() - begun_ns
 
     def end(self) -> None:
         """The last step has ended."""

@@ -32,9 +32,9 @@ from instep.net.device import generators, marks_for
 from instep.net.lane import Lane
 from instep.net.process_group import Group
 from instep.rng.keys import LeafKeys
+from instep.state.sampled_digest import tensors_in
 from instep.step import optimizer_guard
 from instep.step.agreement import BROADCAST, SharedBuffers
-from instep.step.input_digest import tensors_in
 from instep.step.micro_batches import DataSource, DeclaredStep, MicroBatch
 from instep.step.nesting import require_outermost
 from instep.step.parameter_registry import ParameterRegistry
@@ -216,6 +216,7 @@ class Backward:
     def _begin(self) -> None:
         self.step_mode = "undeclared"
         self.reducer.begin(self._plan)
+        self.declared.inputs.begin(self._plan.leaves, declared=False)
         self.reducer.open_leaf(self.reducer.data_ranks[self.reducer.group.rank], last=True)
 
     def _finish(self) -> None:
@@ -228,7 +229,9 @@ class Backward:
         except BaseException:
             self.reducer.leave()
             raise
-        said = self.reducer.exchange.buffers
+        exchange, group = self.reducer.exchange, self.reducer.group
+        self.declared.inputs.compare(exchange.input_digests, group.ranks, group.rank)
+        said = exchange.buffers
         if shared is not None and shared.differ(said):
             with self.reducer.recorder.span(BUFFERS, lane="host"):
                 self.reducer.lane.run(BROADCAST, lambda: shared.exchange(said)).wait()

@@ -11,7 +11,7 @@ In the place of G stands a ``DataSource`` that knows it, and gives each micro-ba
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import index, itemgetter
 from typing import Any, Protocol, SupportsIndex
@@ -24,6 +24,7 @@ from instep.mesh import deterministic
 from instep.mesh.join import warn_of_default_threads
 from instep.reduce.gradient_shard import GradientShard
 from instep.rng.keys import LeafKeys
+from instep.step.loss_scale import LossScale, is_compiled
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
 from instep.step.running_statistics import RunningStatistics
@@ -84,12 +85,13 @@ class MicroBatch:
 class DataSource(Protocol):
     """Where declared steps get their data from: an ``instep.Loader``, which stands before the next step.
 
-    ``position`` and ``identity`` have to be the same on all ranks, and headers carry them.
+    ``position``, ``identity`` and ``digest`` have to be the same on all ranks, and headers carry them.
     """
 
     num_micro_batches: int  # of each step
     position: int  # samples of the steps so far
     identity: int  # digest of what decides which samples come next
+    digest: int  # of the first sample of all, once this rank has read one; until then 0
 
     def read(self, own: Sequence[int]) -> Iterator[tuple[Any, int]]:
         """Data and weight of each of the micro-batches ``own`` of the next step, in this order."""
@@ -169,9 +171,16 @@ class DeclaredStep:
                 if data is not None:
                     with self.reducer.recorder.span("data", lane="data", leaf=leaf):
                         micro_batch.data, micro_batch.weight = next(data)
-                with self.visit(micro_batch, gradients=True, last=leaf == own[-1]):
+                with self.visit(micro_batch, gradients=True, last=leaf == own[-1]), self._watched(leaf, plan):
                     yield micro_batch
         return True
+
+    def _watched(self, leaf: int, plan: StepPlan) -> AbstractContextManager[Any]:
+        """Around the first micro-batch of all, on one rank."""
+        first = self._steps == 1 and leaf == 0 and plan.num_leaves > 1
+        return (
+            LossScale(plan.num_leaves) if first and not is_compiled(self.module.modules()) else nullcontext()
+        )
 
     def plan(self, num_micro_batches: int, source: DataSource | None, step: int) -> StepPlan:
         """Who computes what of step ``step``, with data from ``source``."""
@@ -194,7 +203,7 @@ class DeclaredStep:
             own = plan.leaves[reducer.group.rank]
             if own and not reducer.sharded:
                 reducer.has_zeros(zeroed)
-            self.inputs.begin(plan.leaves, looks=plan.data_position < 0)
+            self.inputs.begin(plan.leaves, declared=True, source=source)
             if self.statistics.norms:
                 reducer.statistics = self.statistics
         self._step, self._open = plan.step, plan
@@ -206,8 +215,7 @@ class DeclaredStep:
                 self._check_buffers()
                 reducer.finish()
                 self.statistics.apply()
-                if reducer.group.rank == 0:
-                    self.inputs.compare(reducer.exchange.input_digests, reducer.group.ranks)
+                self.inputs.compare(reducer.exchange.input_digests, reducer.group.ranks, reducer.group.rank)
                 if source is not None:
                     source.advance()
             self._open, ended = None, True

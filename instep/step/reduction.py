@@ -187,7 +187,7 @@ class Reduction(ABC):
         self.leaf: int | None = None
         self.statistics: RunningStatistics | None = None  # to be exchanged after the gradients
         self.buffers = 0  # a checksum of the module's, once the last leaf is closed
-        self.inputs = InputDigest()  # of declared steps
+        self.inputs = InputDigest()
         # Called with each complete leaf of a bucket, and its memory.
         self.observer: Callable[[int, Any, Tensor], None] | None = None
         self.is_nested: Callable[[], bool] = bool  # whether a backward inside another one runs now
@@ -478,7 +478,7 @@ class Reduction(ABC):
             edited=self._watch.edited,
             num_running=0 if self.statistics is None else len(self.statistics.norms),
             buffers=self.buffers,
-            input_digest=self.inputs.word if plan.declared else 0,
+            input_digest=self.inputs.word,
         )
 
     def _learn(self) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from math import sqrt
 from statistics import median, quantiles
 
+from instep.events import BOOKKEEPING
 from instep.timeline.breakdown import Parts, Sums
 
 PHASES = COMPUTE, DATA, HOST = "its own compute", "its data", "its host code"
@@ -27,7 +28,7 @@ class OwnTimes:
     micro_batches: int
     compute: float
     data: float
-    host: float  # host phases and what is unattributed; not the update, which a server makes for all
+    host: float  # the script's host code, named or not; not the update, which a server makes for all
     wall: float
     stage: int = -1  # the first that it has of a pipeline's; -1: there is none
 
@@ -39,21 +40,24 @@ class OwnTimes:
             parts.micro_batches,
             parts.compute,
             parts.data,
-            parts.host_s + parts.unattributed,
+            sum(x for name, x in parts.host.items() if name not in BOOKKEEPING) + parts.unattributed,
             parts.wall,
             parts.stage,
         )
 
     @classmethod
-    def of_sums(cls, sums: Sums, after_ns: int) -> OwnTimes:
-        """Of a step that went on for ``after_ns`` after its ``sums`` were taken, with host code."""
+    def of_sums(cls, sums: Sums, after_ns: int, bookkeeping_ns: int) -> OwnTimes:
+        """Of a step that went on for ``after_ns`` after its ``sums`` were taken, with host code.
+
+        ``bookkeeping_ns``: of all host code, the run's own.
+        """
         return cls(
             sums.rank,
             sums.step,
             sums.micro_batches,
             sums.compute / 1e9,
             sums.data / 1e9,
-            (sums.rest + after_ns) / 1e9,
+            max(sums.rest + after_ns - bookkeeping_ns, 0) / 1e9,
             (sums.end_ns - sums.start_ns + after_ns) / 1e9,
             sums.stage,
         )

