@@ -55,4 +55,5 @@ for step in range(STEPS):
 
 with torch.no_grad():
     radius = generator(torch.randn(1000, NOISE)).norm(dim=1)
-print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00 +- 0.10")
+if RANK == 0:
+    print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00 +- 0.10")

@@ -6,7 +6,6 @@ instep run -n 2 gan.py
 import math
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from instep import DataParallel as DistributedDataParallel, Run
 
@@ -26,8 +25,7 @@ def ring(n):
 
 
 run = Run("runs/gan")
-RANK = dist.get_rank() if dist.is_initialized() else 0
-torch.manual_seed(RANK)  # other points and other noise on every rank
+torch.manual_seed(0)  # of the weights: run.steps seeds points and noise, on every rank others
 
 generator = DistributedDataParallel(perceptron(NOISE, 2))
 critic = DistributedDataParallel(perceptron(2, 1))
@@ -51,9 +49,10 @@ for step in run.steps(STEPS, generator=generator, critic=critic, g_adam=g_adam, 
         g_loss.backward()
         g_adam.step()
 
-        if step % 100 == 0 and RANK == 0:
+        if step % 100 == 0 and run.rank == 0:
             print(f"step {step}: losses {c_loss:.2f} of the critic, {g_loss:.2f} of the generator")
 
 with torch.no_grad():
     radius = generator(torch.randn(1000, NOISE)).norm(dim=1)
-print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00 +- 0.10")
+if run.rank == 0:
+    print(f"radius {radius.mean():.2f} +- {radius.std():.2f}, to be 2.00 +- 0.10")

@@ -4,7 +4,6 @@ instep run -n 2 vision.py
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from instep import DataParallel as DistributedDataParallel, Loader, Run
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -58,7 +57,7 @@ def main():
     net.eval()
     x, y = torch.utils.data.default_collate(list(Textures(NUM_HELD_OUT, seed=1, augment=False)))
     right = (net(x).argmax(dim=1) == y).float().mean()
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if run.rank == 0:
         print(f"{right:.1%} of {NUM_HELD_OUT} other images are told right")
 
 

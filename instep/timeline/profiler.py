@@ -66,7 +66,7 @@ COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::|record_param_comms$|i
 # What ``instep.net.lane`` tells of its threads: work is handed over on one thread, and executed on another.
 HANDED_OVER, EXECUTED = "instep:hand over ", "instep:exchange "
 # torch (2.13) writes a quotation mark in a name as it is.
-NAME, QUOTE = re.compile(rb'(?m)^(\s*"name": ")((?!.*": ).*".*)(",)$'), re.compile(rb'(?<!\\)"')
+NAME, QUOTE = re.compile(rb'(?m)^(\s*"name": ")(.*".*)(",)$'), re.compile(rb'(?<!\\)"')
 TO_DEVICE = "Memcpy HtoD"
 FIX = (
     "Profile with torch.profiler.profile(..., experimental_config="

@@ -280,8 +280,9 @@ def test_a_profile_that_has_not_begun_cannot_be_read():
         read_profile(profile(activities=[ProfilerActivity.CPU]))
 
 
-def test_a_name_may_have_quotation_marks() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function('layer "head"'):
+@pytest.mark.parametrize("name", ['layer "head"', '{"head": "a", "b": 1}'])
+def test_a_name_may_have_quotation_marks(name: str) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function(name):
         torch.ones(1) + 1
     timeline, _ = read_profile(profiled)
     assert timeline.events
