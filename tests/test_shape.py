@@ -144,7 +144,7 @@ BUDGET = {
     "shard": 4205,
     "shm": 2040,
     "state": 1720,
-    "step": 2690,
+    "step": 2705,
     "timeline": 4935,
     "verify": 745,
 }

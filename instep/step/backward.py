@@ -216,7 +216,8 @@ class Backward:
     def _begin(self) -> None:
         self.step_mode = "undeclared"
         self.reducer.begin(self._plan)
-        self.declared.inputs.begin(self._plan.leaves, declared=False)
+        if self.declared.inputs.looks:
+            self.declared.inputs.begin(self._plan.leaves, declared=False)
         self.reducer.open_leaf(self.reducer.data_ranks[self.reducer.group.rank], last=True)
 
     def _finish(self) -> None:
@@ -229,9 +230,10 @@ class Backward:
         except BaseException:
             self.reducer.leave()
             raise
-        exchange, group = self.reducer.exchange, self.reducer.group
-        self.declared.inputs.compare(exchange.input_digests, group.ranks, group.rank)
-        said = exchange.buffers
+        if self.declared.inputs.looks:
+            group = self.reducer.group
+            self.declared.inputs.compare(self.reducer.exchange.input_digests, group.ranks, group.rank)
+        said = self.reducer.exchange.buffers
         if shared is not None and shared.differ(said):
             with self.reducer.recorder.span(BUFFERS, lane="host"):
                 self.reducer.lane.run(BROADCAST, lambda: shared.exchange(said)).wait()

@@ -47,32 +47,38 @@ class InputDigest:
     """
 
     def __init__(self) -> None:
+        self.looks = True  # in this step
+        self._declared = False
+        self._source: HasDigest | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._steps = 0
         self.waits = True  # for the next forward
         self._first: int | None = None
         self._varied = False  # whether later inputs differed
         self._leaves: Sequence[Sequence[int]] = ()  # by rank, of the first step
-        self._declared = False
-        self._source: HasDigest | None = None
 
     @property
     def word(self) -> int:
         """What this rank reports: 62 bits, 0 for nothing."""
         if self._source is not None:
             return self._source.digest
-        return 0 if self._steps > NUM_STEPS or not self._first else self._first << 1 | self._varied
+        return self._first << 1 | self._varied if self.looks and self._first else 0
 
     def begin(
         self, leaves: Sequence[Sequence[int]], *, declared: bool, source: HasDigest | None = None
     ) -> None:
         """A step begins, of ``leaves`` by rank, with data from ``source``."""
-        self._steps = self._steps + 1 if source is None else NUM_STEPS + 1
-        self.waits = False
+        if declared != self._declared:
+            self._begin_anew()
+        self._steps += 1
+        self.looks, self.waits = source is None and self._steps <= NUM_STEPS, False
         self._leaves, self._declared, self._source = self._leaves or leaves, declared, source
 
     def opened(self) -> None:
         """A micro-batch begins."""
-        self.waits = self._steps <= NUM_STEPS
+        self.waits = self.looks
 
     def given(self, inputs: Any) -> None:
         """A forward begins with ``inputs``, its arguments."""
@@ -86,14 +92,14 @@ class InputDigest:
 
     def compare(self, words: Sequence[int], ranks: Sequence[int], rank: int) -> None:
         """The step is done: ``rank`` 0 of the group warns if all ``ranks``, by their ``words``, agree."""
-        self.waits = not self._declared and self._steps <= NUM_STEPS
+        self.waits = not self._declared and self._steps < NUM_STEPS
         known = self._leaves  # of ranks that share micro-batches, the first
         busy = [r for r, leaves in enumerate(known) if leaves and known.index(leaves) == r]
-        if rank or self._steps > NUM_STEPS or len(words) != len(ranks) or len(busy) < 2:
+        if rank or not self.looks or len(words) != len(ranks) or len(busy) < 2:
             return
         found = [words[r] for r in busy]
         if found[0] and len({word >> 1 for word in found}) == 1 and any(word & 1 for word in found):
-            self._steps = NUM_STEPS + 1
+            self._steps, self.waits = NUM_STEPS, False
             first, second = (f"rank {ranks[r]}" for r in busy[:2])
             if self._declared:
                 first, second = (f"micro-batch {known[r][0]} on rank {ranks[r]}" for r in busy[:2])

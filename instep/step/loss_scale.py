@@ -7,6 +7,7 @@ small, and no result shows it: AdamW trains nearly the same, only clipping and w
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+CALLER = 3  # frames above __torch_function__
 NUM_NODES = 2  # from the loss on: a GradScaler's multiplication may come last
 
 
@@ -23,16 +25,13 @@ class LossScale(TorchFunctionMode):
     def __init__(self, num_micro_batches: int) -> None:
         super().__init__()
         self.num_micro_batches = num_micro_batches
+        self._backwards: list[tuple[bool, str, int]] = []  # is the loss divided; file and line of the call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward and is_divided(args[0], self.num_micro_batches):
-            warnings.warn(
-                f"the loss was divided by {self.num_micro_batches}, the number of micro-batches in the step: "
-                "micro_batches() takes the mean over them, so the gradient is "
-                f"{self.num_micro_batches} times too small. Delete the division (ignore this if "
-                f"{self.num_micro_batches} is the number of items in the micro-batch)",
-                stacklevel=4,
-            )
+        if func is Tensor.backward:
+            caller = sys._getframe(CALLER)
+            divided = is_divided(args[0], self.num_micro_batches)
+            self._backwards.append((divided, caller.f_code.co_filename, caller.f_lineno))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
@@ -42,6 +41,16 @@ class LossScale(TorchFunctionMode):
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
+        if len(self._backwards) == 1 and self._backwards[0][0]:  # several may be parts of the micro-batch
+            num, (_, file, line) = self.num_micro_batches, self._backwards[0]
+            warnings.warn_explicit(
+                f"the loss was divided by {num}, the number of micro-batches in the step: micro_batches() "
+                f"takes the mean over them, so the gradient is {num} times too small. Delete the division "
+                f"(ignore this if {num} is the number of items in the micro-batch)",
+                UserWarning,
+                file,
+                line,
+            )
 
 
 def is_divided(loss: Tensor, by: int) -> bool:

@@ -478,7 +478,7 @@ class Reduction(ABC):
             edited=self._watch.edited,
             num_running=0 if self.statistics is None else len(self.statistics.norms),
             buffers=self.buffers,
-            input_digest=self.inputs.word,
+            input_digest=self.inputs.word if self.inputs.looks or plan.data_position >= 0 else 0,
         )
 
     def _learn(self) -> None:
