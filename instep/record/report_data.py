@@ -387,7 +387,7 @@ def _picture(tapes: RunTraces, insight: Analysis, data: Fields, path: Path) -> l
     if not shown:
         return []
     step, run = shown[0]["step"], data["run"]
-    ranks = tapes.ranks(step)[:MOST_PICTURED]
+    ranks, num = tapes.ranks(step)[:MOST_PICTURED], len(tapes.ranks(step))
     known = step >= run["first_step"]  # how a step of an earlier part was made is not told
     how, bubble = run["strategy"], ""
     if insight.pipeline is not None:
@@ -399,7 +399,7 @@ def _picture(tapes: RunTraces, insight: Analysis, data: Fields, path: Path) -> l
         path,
         step=step,
         ranks=ranks,
-        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s)" + known * f", {how}"),
+        title=_no_formula(f"One step on {num} rank{'s' * (num != 1)}" + known * f", {how}"),
         subtitle=_no_formula(
             f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}{bubble}"
         ),

@@ -105,7 +105,7 @@ class Report:
         >>> report.ok, report.cause, report.to_dict()["world_size"]
         (True, '', 1)
         >>> print(report)
-        all 6 gradients on 1 rank(s) (bucketed, ordered) are those of one process
+        all 6 gradients on 1 rank (bucketed, ordered) are those of one process
           parameter  error  rank  ratio to one process
         ...
     """
@@ -233,4 +233,5 @@ def _headline(report: Report) -> str:
     bad = sum(not row.ok for row in report.rows)
     how = f"{report.strategy}, {'ordered' if report.ordered else 'not ordered'}"
     which = f"{f'{bad} of' if bad else 'all'} {len(report.rows)} gradients"
-    return f"{which} on {report.world_size} rank(s) ({how}) are {'not ' * bool(bad)}those of one process"
+    ranks = f"{report.world_size} rank{'s' * (report.world_size != 1)}"
+    return f"{which} on {ranks} ({how}) are {'not ' * bool(bad)}those of one process"
