@@ -57,9 +57,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 def measure_collective(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """Seconds per call, by size and implementation, on this rank; ``task``: see ``collectives.measure``."""
-    results = []
+    results, done = [], 0
     for size in task["sizes"]:
-        world.say(f"{task['collective']}, {world.size} ranks, {size_text(size)}")
+        said = f"{task['collective']}, {world.size} ranks, {size_text(size)}"
+        world.work.at(done / (sum(task["sizes"]) + 1), said)
+        done += size
         results.append(
             _measure(world, task["collective"], task["backends"], size, task["samples"], task["budget_s"])
         )

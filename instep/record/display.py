@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -38,8 +38,8 @@ class Work:
         self._next = self._began + (SHORT_S if self.console.is_terminal else LINE_S)
         self._task: TaskID | None = None
 
-    def at(self, done: float, text: Callable[[], str], *, always: bool = False) -> None:
-        """``done`` of 1 is done; ``text()`` is called if it is time to show it, or ``always``."""
+    def at(self, done: float, text: str | Callable[[], str], *, always: bool = False) -> None:
+        """``done`` of 1 is done; shows ``text``, or calls it, if it is time to, or ``always``."""
         now = time.monotonic()
         if self.quiet or (now < self._next and not always):
             return
@@ -47,10 +47,11 @@ class Work:
         first, last = self._part
         whole = first + (last - first) * done
         left = _left((now - self._began) * (1 - whole) / whole) if 0 < whole < 1 else ""
+        line = f"{text if isinstance(text, str) else text()}{left}"
         if not self.console.is_terminal:
-            self.console.print(f"{text()}{left}")
+            self.console.print(line)
         elif now >= self._began + SHORT_S:
-            self._draw(whole, f"{text()}{left}")
+            self._draw(whole, line)
 
     def _draw(self, whole: float, text: str) -> None:
         if Work._live is None:
@@ -71,12 +72,12 @@ class Work:
                 Work._live = None
 
 
-def follow(things: Sequence[Thing], what: str, *, quiet: bool = False) -> Iterator[Thing]:
-    """``things``, one after the other, with the progress of ``what`` is done with them."""
-    work = Work(quiet=quiet)
+def follow(things: Sequence[Thing], what: str, **options: Any) -> Iterator[Thing]:
+    """``things``, one after the other, with the progress of ``what`` is done; ``options`` as of ``Work``."""
+    work = Work(**options)
     try:
         for number, thing in enumerate(things):
-            work.at(number / len(things), lambda number=number: f"{what} {number}/{len(things)}")
+            work.at(number / len(things), f"{what} {number}/{len(things)}")
             yield thing
     finally:
         work.close()

@@ -118,10 +118,8 @@ def summary_lines(
     if not breakdowns:
         return
     yield "time", _shares(breakdowns)
-    hidden_s, wall_s = (
-        fmean(seconds) for seconds in zip(*((row.hidden_s, row.wall_s) for row in breakdowns))
-    )
-    if hidden_s >= WORTH_HIDING * wall_s:
+    hidden_s = fmean(row.hidden_s for row in breakdowns)
+    if hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns):
         yield (
             "",
             f"besides, {in_ms(hidden_s)} of communication ran while ranks computed{_gathers(breakdowns)}",
