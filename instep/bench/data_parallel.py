@@ -75,12 +75,7 @@ class WorkerResults(StepResults):
 
 
 def run(options: DataParallelOptions) -> None:
-    """Measure, print the table, write the files.
-
-    Raises:
-        ValueError: it will not fit into memory.
-        RankFailed: a rank failed.
-    """
+    """Measure, print the table, write the files."""
     results = measure(options)
     tables.show(tables.short(results["rows"]), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))

@@ -50,12 +50,7 @@ DROPOUT = 0.1  # of the runs whose bits are compared: recomputation has to draw 
 
 
 def run(options: MemorySaversOptions) -> None:
-    """Measure, print the tables, write the files.
-
-    Raises:
-        RankFailed: a rank failed.
-        RuntimeError: a run of ``instep train`` failed, or blocks that are computed again have moved a bit.
-    """
+    """Measure, print the tables, write the files."""
     results = measure(options)
     tables(results)
     write(options, results, results["rows"], lambda path: draw(results, path))

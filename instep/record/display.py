@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console
@@ -22,65 +24,55 @@ LINE_S, LIVE_S = 10.0, 0.5  # between two plain lines, and two updates of a live
 class Work:
     """Work that takes a while: how much is done, and how long the rest will take.
 
-    It may be a part of a longer command: the share from ``part[0]`` to ``part[1]``, begun at ``began``
-    (``time.monotonic()``). Live lines of several are drawn by one bar, since a terminal has room for one.
+    It may be the ``part`` from one share to another of a command that began at ``began`` (monotonic).
     """
 
     console: ClassVar = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    _live: ClassVar[Progress | None] = None
+    _live: ClassVar = Progress(  # one for all, since a terminal has room for one
+        BarColumn(bar_width=20), TextColumn("{task.description}"), console=console, transient=True
+    )
 
     def __init__(
         self, *, quiet: bool = False, part: tuple[float, float] = (0.0, 1.0), began: float | None = None
     ) -> None:
         self.quiet, self._part = quiet, part
         self._began = time.monotonic() if began is None else began
-        self._every = LIVE_S if self.console.is_terminal else LINE_S
         self._next = self._began + (SHORT_S if self.console.is_terminal else LINE_S)
         self._task: TaskID | None = None
 
     def at(self, done: float, text: str | Callable[[], str], *, always: bool = False) -> None:
         """``done`` of 1 is done; shows ``text``, or calls it, if it is time to, or ``always``."""
-        now = time.monotonic()
-        if self.quiet or (now < self._next and not always):
+        now, is_terminal = time.monotonic(), self.console.is_terminal
+        if self.quiet or (now < self._next and (is_terminal or not always)):
             return
-        self._next = now + self._every
+        self._next = now + (LIVE_S if is_terminal else LINE_S)
         first, last = self._part
         whole = first + (last - first) * done
         left = _left((now - self._began) * (1 - whole) / whole) if 0 < whole < 1 else ""
         line = f"{text if isinstance(text, str) else text()}{left}"
-        if not self.console.is_terminal:
+        if not is_terminal:
             self.console.print(line)
-        elif now >= self._began + SHORT_S:
-            self._draw(whole, line)
-
-    def _draw(self, whole: float, text: str) -> None:
-        if Work._live is None:
-            columns = BarColumn(bar_width=20), TextColumn("{task.description}")
-            Work._live = Progress(*columns, console=self.console, transient=True)
-            Work._live.start()
+            return
+        self._live.start()
         if self._task is None:
-            self._task = Work._live.add_task("", total=1.0)
-        Work._live.update(self._task, completed=whole, description=text)
+            self._task = self._live.add_task("", total=1.0)
+        self._live.update(self._task, completed=whole, description=line)
 
     def close(self) -> None:
         """Give the terminal back."""
-        if self._task is not None and Work._live is not None:
-            Work._live.remove_task(self._task)
+        if self._task is not None:
+            self._live.remove_task(self._task)
             self._task = None
-            if not Work._live.tasks:
-                Work._live.stop()
-                Work._live = None
+            if not self._live.tasks:
+                self._live.stop()
 
 
 def follow(things: Sequence[Thing], what: str, **options: Any) -> Iterator[Thing]:
     """``things``, one after the other, with the progress of ``what`` is done; ``options`` as of ``Work``."""
-    work = Work(**options)
-    try:
+    with closing(Work(**options)) as work:
         for number, thing in enumerate(things):
             work.at(number / len(things), f"{what} {number}/{len(things)}")
             yield thing
-    finally:
-        work.close()
 
 
 class Display:
@@ -118,9 +110,7 @@ class Display:
 
 
 def _left(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"  {hours}:{minutes:02}:{rest:02} left" if hours else f"  {minutes}:{rest:02} left"
+    return f"  {timedelta(seconds=round(seconds))} left".replace("  0:", "  ")
 
 
 def _plain(x: float) -> str:

@@ -7,7 +7,7 @@ straggler and the advice. ``summary_lines`` says it in lines to read; ``Analysis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -66,15 +66,16 @@ def analyse(
     *,
     breakdowns: Sequence[RankBreakdown] | None = None,
     slow: SlowRank | None = None,
+    each: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Analysis:
-    """What ``traces`` tell of ``steps``, by default all that have ended.
+    """What ``traces`` tell of ``steps``, by default all that have ended; ``each`` may show progress.
 
     ``breakdowns`` and ``slow`` are taken where they are known already, from ranks whose files are elsewhere.
     A rank that the run went on without is among the rows only.
     """
     steps = traces.steps if steps is None else steps
     rows: dict[int, list[Parts]] = {rank: [] for rank in traces.traces}
-    for step in steps:
+    for step in each(steps):
         for rank in traces.ranks(step):
             if (found := parts(traces.traces[rank].events(step))) is not None:
                 rows[rank].append(found)
