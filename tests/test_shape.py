@@ -124,7 +124,7 @@ BUDGET = {
     "": 960,
     "bench": 5800,
     "checkpoint": 4010,
-    "cli": 925,
+    "cli": 922,
     "comm": 995,
     "data": 1195,
     "elastic": 2040,
@@ -135,8 +135,8 @@ BUDGET = {
     "net": 2870,
     "pipeline": 4120,
     "plan": 95,
-    "recipes": 845,
-    "record": 1840,
+    "recipes": 844,
+    "record": 1891,
     "reduce": 2710,
     "replicate": 1690,
     "rng": 410,
@@ -145,7 +145,7 @@ BUDGET = {
     "shm": 2040,
     "state": 1720,
     "step": 2690,
-    "timeline": 4935,
+    "timeline": 4930,
     "verify": 745,
 }
 MAX_FILE_LINES = 800

@@ -114,8 +114,8 @@ def examine(machine: Machine) -> list[Finding]:
 
 def _shown(verified: StrategyReports) -> list[str]:
     """A line for each way that is right, the whole table of each that is wrong."""
-    both = zip(verified.reports, verified.tables, strict=True)
-    return [table.partition("\n")[0] if report["ok"] else table for report, table in both]
+    pairs = zip(verified.reports, verified.tables, strict=True)
+    return [table.partition("\n")[0] if report["ok"] else table for report, table in pairs]
 
 
 def _lines(findings: list[Finding]) -> list[str]:

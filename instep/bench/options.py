@@ -100,8 +100,7 @@ class ModelOptions(OutputFiles):
     preset: Annotated[str, tyro.conf.arg(metavar="|".join(PRESETS))] = ""
     """Layers, width and heads of a published GPT."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
-    """How many parameters the model has where no preset is named, give or take an eighth; 20M if nothing is
-    said."""
+    """Parameters of the model where no preset is named, give or take an eighth; 20M if nothing is said."""
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Windows of text that a rank computes in a step; 1, 4 or 8, as the measurement needs, if nothing is
     said."""
@@ -338,8 +337,7 @@ class PipelineOptions(OutputFiles):
     backend: Literal["gloo", "shm"] = "gloo"
     """What the ranks talk through."""
     samples: int = 0
-    """Steps of each schedule and number of micro-batches that are timed; 0: 3 to 20, as many as fit into a
-    minute."""
+    """Timed steps of each schedule and number of micro-batches; 0: 3 to 20, as many as fit into a minute."""
 
     @property
     def names(self) -> tuple[str, ...]:

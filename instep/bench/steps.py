@@ -112,11 +112,9 @@ def measure(chosen: Workload, options: StepsOptions, part: tuple[float, float] =
     turns = part[0], part[1] - MEMORY_SHARE * (part[1] - part[0]) * options.memory
     results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks, backend=backend, part=turns))
     there = [one for one in variants if one.name in results.names]
-    counted = there if options.memory and not chosen.mlp else []
-    alone = follow(
-        [one for one in counted if one != ALONE], "memory of strategy", part=(turns[1], part[1]), began=BEGAN
-    )
-    peaks = {one.name: _peak(one, chosen, options) for one in alone}
+    counted = [one for one in there if options.memory and not chosen.mlp and one != ALONE]
+    in_turn = follow(counted, "memory of strategy", part=(turns[1], part[1]), began=BEGAN)
+    peaks = {one.name: _peak(one, chosen, options) for one in in_turn}
     rows = [{"setting": chosen.name, **results.row(one), **peaks.get(one.name, {})} for one in there]
     samples = {name: [step * 1e3 for step in results.steps(name)] for name in results.names}
     said = [memory(peaks[NONE.name])] if NONE.name in peaks else []

@@ -34,7 +34,7 @@ from instep.bench.hosts import RATE, Network, network, require_hosts
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.net.device import complete, gpu_bytes, resolve, synchronize
-from instep.record.display import Work
+from instep.record.display import LongWork, live
 
 # A rank's part: its result, which has to survive JSON, from its world and its task.
 Body = Callable[["World", dict[str, Any]], Any]
@@ -52,9 +52,9 @@ PREFIX = "instep-bench-"  # of folders for the task of the ranks and their resul
 class World:
     """One rank's side of a measurement: its number and device, a group to agree by, a group per backend."""
 
-    def __init__(self, device: torch.device | None = None, work: Work | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, work: LongWork | None = None) -> None:
         self.rank = dist.get_rank()
-        self.work = work or Work()
+        self.work = work or LongWork()
         self.work.quiet = self.rank != 0
         self.size = dist.get_world_size()
         self.device = device or torch.device("cpu")
@@ -91,7 +91,7 @@ class World:
     def say(self, text: str) -> None:
         """A line from rank 0, above the live one."""
         if self.rank == 0:
-            self.work.console.print(text)
+            live().console.print(text)
 
     def rounds(self, samples: int, dropped: int) -> Iterator[int]:
         """``dropped`` rounds and then ``samples``, with progress; 0: as many as fit into ``ROUNDS_S``.
@@ -162,8 +162,8 @@ def on_ranks(
 ) -> list[Any]:
     """What ``body(world, task)`` returned on each of ``ranks`` new processes of one thread each, by rank.
 
-    With the ``backend`` "nccl" the device of a world is a GPU, else the CPU. ``part``: the share of the whole
-    command that this is, for its progress.
+    With the ``backend`` "nccl" the device of a world is a GPU, else the CPU. ``part``: which share of the
+    command this is.
 
     Raises:
         ValueError: fewer than two ranks: there is nothing to talk about; fewer GPUs than NCCL needs.
@@ -174,7 +174,8 @@ def on_ranks(
     if backend == "nccl":
         resolve("cuda", backend, ranks)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        launch(_rank, (body, json.dumps(task), directory, backend, part, BEGAN), ranks=ranks)
+        progress = {"part": part, "began": BEGAN}
+        launch(_rank, (body, json.dumps(task), directory, backend, progress), ranks=ranks)
         return [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(ranks)]
 
 
@@ -245,16 +246,9 @@ def require_memory(rank_bytes: float, *, ranks: int, backend: str = "gloo", fix:
         )
 
 
-def _rank(
-    body: Body,
-    task: str,
-    directory: str,
-    backend: str = "gloo",
-    part: tuple[float, float] = WHOLE,
-    began: float = BEGAN,
-) -> None:
+def _rank(body: Body, task: str, directory: str, backend: str = "gloo", progress: Any = None) -> None:
     mesh = init(backend="nccl" if backend == "nccl" else "gloo")
-    work = Work(part=part, began=began)
+    work = LongWork(**(progress or {}))
     result = body(World(mesh.device, work), json.loads(task))
     work.close()
     (Path(directory) / str(mesh.rank)).write_text(json.dumps(result))

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -21,28 +22,31 @@ SHORT_S = 2.0  # work that takes less shows no progress
 LINE_S, LIVE_S = 10.0, 0.5  # between two plain lines, and two updates of a live one
 
 
-class Work:
+@cache
+def live() -> Progress:
+    """What draws live lines: one for all work of a process, since a terminal has room for one."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    columns = BarColumn(bar_width=20), TextColumn("{task.description}")
+    return Progress(*columns, console=console, transient=True)
+
+
+class LongWork:
     """Work that takes a while: how much is done, and how long the rest will take.
 
     It may be the ``part`` from one share to another of a command that began at ``began`` (monotonic).
     """
-
-    console: ClassVar = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    _live: ClassVar = Progress(  # one for all, since a terminal has room for one
-        BarColumn(bar_width=20), TextColumn("{task.description}"), console=console, transient=True
-    )
 
     def __init__(
         self, *, quiet: bool = False, part: tuple[float, float] = (0.0, 1.0), began: float | None = None
     ) -> None:
         self.quiet, self._part = quiet, part
         self._began = time.monotonic() if began is None else began
-        self._next = self._began + (SHORT_S if self.console.is_terminal else LINE_S)
+        self._next = self._began + (SHORT_S if live().console.is_terminal else LINE_S)
         self._task: TaskID | None = None
 
     def at(self, done: float, text: str | Callable[[], str], *, always: bool = False) -> None:
         """``done`` of 1 is done; shows ``text``, or calls it, if it is time to, or ``always``."""
-        now, is_terminal = time.monotonic(), self.console.is_terminal
+        now, is_terminal = time.monotonic(), live().console.is_terminal
         if self.quiet or (now < self._next and (is_terminal or not always)):
             return
         self._next = now + (LIVE_S if is_terminal else LINE_S)
@@ -51,25 +55,25 @@ class Work:
         left = _left((now - self._began) * (1 - whole) / whole) if 0 < whole < 1 else ""
         line = f"{text if isinstance(text, str) else text()}{left}"
         if not is_terminal:
-            self.console.print(line)
+            live().console.print(line)
             return
-        self._live.start()
+        live().start()
         if self._task is None:
-            self._task = self._live.add_task("", total=1.0)
-        self._live.update(self._task, completed=whole, description=line)
+            self._task = live().add_task("", total=1.0)
+        live().update(self._task, completed=whole, description=line, refresh=True)
 
     def close(self) -> None:
         """Give the terminal back."""
         if self._task is not None:
-            self._live.remove_task(self._task)
+            if len(live().tasks) == 1:
+                live().stop()
+            live().remove_task(self._task)
             self._task = None
-            if not self._live.tasks:
-                self._live.stop()
 
 
 def follow(things: Sequence[Thing], what: str, **options: Any) -> Iterator[Thing]:
-    """``things``, one after the other, with the progress of ``what`` is done; ``options`` as of ``Work``."""
-    with closing(Work(**options)) as work:
+    """``things``, one after the other, showing the progress of ``what``; ``options`` as of ``LongWork``."""
+    with closing(LongWork(**options)) as work:
         for number, thing in enumerate(things):
             work.at(number / len(things), f"{what} {number}/{len(things)}")
             yield thing
@@ -81,20 +85,20 @@ class Display:
     def __init__(self, rank: int, num_steps: int) -> None:
         self.quiet, self.num_steps = rank != 0, num_steps
         self._logged: dict[str, float] = {}  # by the script, the newest of each
-        self._work: Work | None = None
+        self._work: LongWork | None = None
         self._first = 0
 
     def say(self, text: str) -> None:
         """One line, above the live one."""
         if not self.quiet:
-            Work.console.print(text)
+            live().console.print(text)
 
     def step(self, step: int, made: Made, slow: Callable[[], SlowRank | None] = lambda: None) -> None:
         """``made`` is what ``step`` computed; ``slow()``, asked rarely, finds the slow rank."""
         if made.skipped:
             self.say(f"step {step} was skipped: {made.skipped}")
         if self._work is None:
-            self._work, self._first = Work(quiet=self.quiet), step
+            self._work, self._first = LongWork(quiet=self.quiet), step
         self._logged |= of_script(made.logged)
         number, last = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}", self.num_steps - 1
         self._work.at(

@@ -121,10 +121,7 @@ def summary_lines(
     yield "time", _shares(breakdowns)
     hidden_s = fmean(row.hidden_s for row in breakdowns)
     if hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns):
-        yield (
-            "",
-            f"besides, {in_ms(hidden_s)} of communication ran while ranks computed{_gathers(breakdowns)}",
-        )
+        yield "", f"{in_ms(hidden_s)} of communication ran while ranks computed{_gathers(breakdowns)}"
     if pipeline is not None and pipeline.num_ranks > 1:
         yield from _pipeline_lines(pipeline)
     if slow is not None:

@@ -231,7 +231,6 @@ def _badness(row: GradientRow) -> tuple[bool, float]:
 
 def _headline(report: Report) -> str:
     bad = sum(not row.ok for row in report.rows)
-    how = f"{report.strategy}, {'ordered' if report.ordered else 'not ordered'}"
+    how = f"rank{'s' * (report.world_size != 1)} ({report.strategy}, {'not ' * (not report.ordered)}ordered)"
     which = f"{f'{bad} of' if bad else 'all'} {len(report.rows)} gradients"
-    ranks = f"{report.world_size} rank{'s' * (report.world_size != 1)}"
-    return f"{which} on {ranks} ({how}) are {'not ' * bool(bad)}those of one process"
+    return f"{which} on {report.world_size} {how} are {'not ' * bool(bad)}those of one process"

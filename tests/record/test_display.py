@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from instep.record.display import Display, Work, follow
+from instep.record.display import Display, LongWork, follow, live
 from instep.record.step_lines import Made
 
 MADE = Made(
@@ -23,6 +23,7 @@ def clock(monkeypatch) -> list[float]:
     """The time, in the place of ``time.monotonic()``."""
     now = [1000.0]
     monkeypatch.setattr("instep.record.display.time.monotonic", lambda: now[0])
+    live.cache_clear()
     return now
 
 
@@ -49,7 +50,7 @@ def test_without_a_terminal_one_rank_says_every_ten_seconds_how_much_time_is_lef
 
 
 def test_a_part_of_a_command_knows_how_much_time_the_whole_takes(capsys, clock):
-    work = Work(part=(0.5, 1.0), began=clock[0] - 60)
+    work = LongWork(part=(0.5, 1.0), began=clock[0] - 60)
     work.at(0.5, "round 1 of 2")
     assert capsys.readouterr().err == "round 1 of 2  00:20 left\n"
 
@@ -78,7 +79,7 @@ def test_a_line_is_as_long_as_it_is(capsys):
 
 def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatch, clock):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich believe in a terminal
-    monkeypatch.setattr(Work.console, "_width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     display = Display(0, 40)
     display.step(0, MADE)
     clock[0] += 20
