@@ -26,7 +26,7 @@ LINE_S, LIVE_S = 10.0, 0.5  # between two plain lines, and two updates of a live
 def live() -> Progress:
     """What draws live lines: one for all work of a process, since a terminal has room for one."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    columns = BarColumn(bar_width=20), TextColumn("{task.description}")
+    columns = BarColumn(bar_width=10), TextColumn("{task.description}")
     return Progress(*columns, console=console, transient=True)
 
 
@@ -53,14 +53,14 @@ class LongWork:
         first, last = self._part
         whole = first + (last - first) * done
         left = _left((now - self._began) * (1 - whole) / whole) if 0 < whole < 1 else ""
-        line = f"{text if isinstance(text, str) else text()}{left}"
+        text = text if isinstance(text, str) else text()
         if not is_terminal:
-            live().console.print(line)
+            live().console.print(f"{text}{left}")
             return
         live().start()
         if self._task is None:
             self._task = live().add_task("", total=1.0)
-        live().update(self._task, completed=whole, description=line, refresh=True)
+        live().update(self._task, completed=whole, description=f"{left:13}{text}", refresh=True)
 
     def close(self) -> None:
         """Give the terminal back."""
