@@ -136,7 +136,7 @@ BUDGET = {
     "pipeline": 4120,
     "plan": 95,
     "recipes": 844,
-    "record": 1891,
+    "record": 1892,
     "reduce": 2710,
     "replicate": 1690,
     "rng": 410,

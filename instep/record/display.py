@@ -18,6 +18,7 @@ from instep.timeline.straggler import SlowRank
 
 Thing = TypeVar("Thing")
 
+LINES_PER_RUN = 20  # at least, where there is no terminal
 SHORT_S = 2.0  # work that takes less shows no progress
 LINE_S, LIVE_S = 10.0, 0.5  # between two plain lines, and two updates of a live one
 
@@ -104,7 +105,7 @@ class Display:
         self._work.at(
             (step - self._first) / max(last - self._first, 1),
             lambda: f"{number}  {_figures(made, self._logged, slow())}",
-            always=step in (self._first, last),
+            always=step % max(self.num_steps // LINES_PER_RUN, 1) == 0 or step == last,
         )
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from instep.record.display import Display, LongWork, follow, live
+from instep.record.display import LINES_PER_RUN, Display, LongWork, follow, live
 from instep.record.step_lines import Made
 
 MADE = Made(
@@ -41,12 +41,16 @@ def shown(capsys, num_steps: int, rank: int = 0, *, clock: list[float] | None = 
     return said.err.splitlines()
 
 
-def test_without_a_terminal_one_rank_says_every_ten_seconds_how_much_time_is_left(capsys, clock):
-    *lines, said = shown(capsys, 100, clock=clock)
-    assert [int(line.split()[1].partition("/")[0]) for line in lines] == [*range(0, 100, 10), 99]
-    assert [line.partition("tokens/s  ")[2] for line in lines[1:3]] == ["01:29 left", "01:19 left"]
+def test_without_a_terminal_one_rank_says_at_least_every_ten_seconds_how_much_time_is_left(capsys, clock):
+    *lines, said = shown(capsys, 1000, clock=clock)
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == [*range(0, 1000, 10), 999]
+    assert [line.partition("tokens/s  ")[2] for line in lines[1:3]] == ["16:29 left", "16:19 left"]
     assert said == "it is done, [not] a tag"
     assert shown(capsys, 100, rank=1, clock=clock) == []
+
+
+def test_a_short_run_has_twenty_lines(capsys):
+    assert len(shown(capsys, 100)) == 1 + LINES_PER_RUN + 1
 
 
 def test_a_part_of_a_command_knows_how_much_time_the_whole_takes(capsys, clock):
