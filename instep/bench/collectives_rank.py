@@ -39,6 +39,7 @@ from instep.shm.segment import why_not
 Call = Callable[[], object]
 Allocate = Callable[[int], Tensor]  # elements -> flat float32 tensor
 
+SMALL = 5_000_000  # bytes that take as long as the samples of small messages
 WARM_UP = 2  # calls, of which the check is one
 SHARE_OF_MEMORY = 0.6
 COPIES = 5
@@ -60,8 +61,8 @@ def measure_collective(world: World, task: dict[str, Any]) -> dict[str, Any]:
     results, done = [], 0
     for size in task["sizes"]:
         said = f"{task['collective']}, {world.size} ranks, {size_text(size)}"
-        world.work.at(done / (sum(task["sizes"]) + 1), said)
-        done += size
+        world.work.at(done / sum(each + SMALL for each in task["sizes"]), said)
+        done += size + SMALL
         results.append(
             _measure(world, task["collective"], task["backends"], size, task["samples"], task["budget_s"])
         )

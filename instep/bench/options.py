@@ -282,7 +282,7 @@ class DataParallelOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks)
+        _check_ranks(self.ranks, samples=self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +306,7 @@ class MemorySaversOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks)
+        _check_ranks(self.ranks, samples=self.samples)
         if self.batch < 1 or self.context < 1 or self.steps < 0 or self.seeds < 1:
             raise ValueError(
                 f"expected at least 1 window, 1 token, 0 steps and 1 seed, got batch={self.batch}, "
@@ -357,7 +357,7 @@ class PipelineOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks)
+        _check_ranks(self.ranks, samples=self.samples)
         if self.micro_size < 1:
             raise ValueError(f"expected at least 1 window, got --micro-size {self.micro_size}")
         if not self.counts:
@@ -373,7 +373,9 @@ class PipelineOptions(OutputFiles):
         _ = self.model
 
 
-def _check_ranks(*numbers: int) -> None:
+def _check_ranks(*numbers: int, samples: int = 0) -> None:
+    if samples < 0:
+        raise ValueError(f"expected 0 samples, which are as many as fit, or more, got {samples}")
     for ranks in numbers:
         if ranks < 2:
             raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")
