@@ -136,7 +136,7 @@ BUDGET = {
     "pipeline": 4120,
     "plan": 95,
     "recipes": 845,
-    "record": 1840,
+    "record": 1895,
     "reduce": 2710,
     "replicate": 1690,
     "rng": 410,
@@ -145,7 +145,7 @@ BUDGET = {
     "shm": 2040,
     "state": 1720,
     "step": 2705,
-    "timeline": 4935,
+    "timeline": 4930,
     "verify": 745,
 }
 MAX_FILE_LINES = 800

@@ -32,6 +32,7 @@ FULL = CollectivesOptions(
     backends=("gloo", *SCHEDULES["broadcast"]),
     sizes=("1KB", "10KB", "100KB", "1MB", "4MB"),
     samples=10,
+    budget_s=60,
 )
 QUICK = CollectivesOptions(
     collective="broadcast", link=True, rate="200mbit", ranks=(3,), sizes=("1KB", "100KB"), samples=3

@@ -36,8 +36,9 @@ def main() -> int:
     wanted = arguments()
     for place in wanted.place or PLACES:
         began = time.monotonic()
+        params = wanted.params or ("20M" if place == "link" else "70M")
         options = BucketsOptions(
-            sizes=SIZES, params=wanted.params, samples=wanted.samples, rounds=3, **PLACES[place]
+            sizes=SIZES, params=params, samples=wanted.samples, rounds=3, **PLACES[place]
         )
         results = measure(options)
         write(place, results, wanted.out, (time.monotonic() - began) / 60)

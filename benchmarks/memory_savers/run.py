@@ -53,9 +53,9 @@ def arguments() -> argparse.Namespace:
     as_it_is = MemorySaversOptions()
     parser.add_argument("-n", "--ranks", type=int, default=as_it_is.ranks)
     parser.add_argument("--params", default=as_it_is.params)
-    parser.add_argument("--samples", type=int, default=as_it_is.samples)
-    parser.add_argument("--steps", type=int, default=as_it_is.steps)
-    parser.add_argument("--seeds", type=int, default=as_it_is.seeds)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 

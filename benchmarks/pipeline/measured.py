@@ -44,7 +44,9 @@ KEPT_WITHIN = 0.05  # a share; those whose gradients of weights wait may keep le
 def main() -> int:
     wanted = arguments()
     began = time.monotonic()
-    options = PipelineOptions(samples=wanted.samples, width=wanted.width, backend=wanted.backend)
+    options = PipelineOptions(
+        micro_batches=("1,2,4,8,16",), samples=wanted.samples, width=wanted.width, backend=wanted.backend
+    )
     results = measure(options)
     deep = measure(replace(options, ranks=DEEP, micro_batches=(str(AT),), samples=1))
     tables = {
@@ -66,7 +68,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     as_it_is = PipelineOptions()
-    parser.add_argument("--samples", type=int, default=as_it_is.samples)
+    parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--width", type=int, default=as_it_is.width)
     parser.add_argument("--backend", choices=("gloo", "shm"), default=as_it_is.backend)
     parser.add_argument("--out", type=Path, default=HERE)

@@ -38,7 +38,7 @@ COMMAND = "python benchmarks/steps/run.py"
 # Where a step is mostly computation, the older forms differ little: time is better spent on more samples. And
 # what a rank holds, but for activations, is what it holds where there is less to compute.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "communication": {},
+    "communication": {"memory": True},
     "compute": {"strategies": ("bucketed", "unordered-shm"), "memory": False},
 }
 

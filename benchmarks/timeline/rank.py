@@ -31,7 +31,7 @@ def record(world: World, task: dict[str, Any]) -> dict[str, list[list[Any]]]:
                 loop.step()
             counted = set(_ended(loop.recorder)[before + DROPPED :])
             found[strategy] += [list(event) for event in loop.recorder.events if event.step in counted]
-        world.say(f"  turn {turn + 1} of {task['turns']}")
+        world.work.at(turn / task["turns"], f"turn {turn} of {task['turns']}")
     return found
 
 

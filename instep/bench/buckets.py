@@ -22,13 +22,7 @@ HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only
 
 
 def run(options: BucketsOptions) -> None:
-    """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for.
-
-    Raises:
-        ValueError: a size or number that cannot be, or too little memory.
-        RankFailed: a rank failed.
-        RuntimeError: with a link, that this machine cannot have several hosts, or that a rank failed.
-    """
+    """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for."""
     results = measure(options)
     tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))

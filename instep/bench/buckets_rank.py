@@ -24,7 +24,8 @@ from instep.net.process_group import Group
 from instep.replicate.wrapper import DataParallel
 
 WARM_UP = 2  # the first step learns the order of the gradients, the second sends by it for the first time
-LINK_BUDGET_S = 30.0
+LINK_BUDGET_S = 15.0
+LINK_SHARE = 0.2  # of the time
 LINK_SIZES = (4_000, 64_000, 1_000_000, 8_000_000, 32_000_000)
 TIMEOUT_S = 300.0
 OF_A_CALL = ("agree", "exchange")
@@ -37,13 +38,13 @@ def measure_buckets(world: World, task: dict[str, Any]) -> dict[str, Any]:
     pg = world.group(task["backend"])
     total = sum(p.nbytes for p in shared.module.parameters())
     sizes = [*(size for size in LINK_SIZES if size < total), total]
-    world.say(f"all-reduce of {len(sizes)} sizes")
     link = _link(world, pg, sizes, task["samples"], ordered=task["ordered"])
     turns: dict[str, list[dict[str, float]]] = {str(size): [] for size in (0, *task["sizes"])}
-    for turn in range(task["rounds"]):
-        for size in (0, *task["sizes"]):  # 0: without exchange
-            world.say(f"turn {turn + 1}: " + (f"buckets of {size:g} MiB" if size else "compute alone"))
-            turns[str(size)] += _steps(shared, pg, size, task)
+    todo = [size for _ in range(task["rounds"]) for size in (0, *task["sizes"])]  # 0: without exchange
+    for number, size in enumerate(todo):
+        said = f"buckets of {size:g} MiB" if size else "without exchange"
+        world.work.at(LINK_SHARE + (1 - LINK_SHARE) * number / len(todo), said)
+        turns[str(size)] += _steps(shared, pg, size, task)
     return {"link": link, "turns": turns, "gradient_bytes": total}
 
 

@@ -37,12 +37,7 @@ HIDDEN = ("x gloo", "ranks", "bound(us)", "time/bound", "calls", "samples")  # i
 
 
 def run(options: CollectivesOptions) -> None:
-    """Measure as ``options`` say: tables on stdout, progress on stderr, files where they were asked for.
-
-    Raises:
-        ValueError: an unknown backend or size, fewer than two ranks or samples.
-        RankFailed: a rank failed.
-    """
+    """Measure as ``options`` say: tables on stdout, progress on stderr, files where they were asked for."""
     results = measure(options)
     for ranks in dict.fromkeys(row["ranks"] for row in results["rows"]):
         _show([row for row in results["rows"] if row["ranks"] == ranks], results, ranks)

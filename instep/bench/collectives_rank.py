@@ -39,6 +39,7 @@ from instep.shm.segment import why_not
 Call = Callable[[], object]
 Allocate = Callable[[int], Tensor]  # elements -> flat float32 tensor
 
+SMALL = 5_000_000  # bytes that take as long as the samples of small messages
 WARM_UP = 2  # calls, of which the check is one
 SHARE_OF_MEMORY = 0.6
 COPIES = 5
@@ -57,9 +58,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 def measure_collective(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """Seconds per call, by size and implementation, on this rank; ``task``: see ``collectives.measure``."""
-    results = []
+    results, done = [], 0
     for size in task["sizes"]:
-        world.say(f"{task['collective']}, {world.size} ranks, {size_text(size)}")
+        said = f"{task['collective']}, {world.size} ranks, {size_text(size)}"
+        world.work.at(done / sum(each + SMALL for each in task["sizes"]), said)
+        done += size + SMALL
         results.append(
             _measure(world, task["collective"], task["backends"], size, task["samples"], task["budget_s"])
         )

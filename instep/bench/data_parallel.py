@@ -13,7 +13,6 @@ and of processes that send nothing, says what else there is: it should be next t
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,12 +75,7 @@ class WorkerResults(StepResults):
 
 
 def run(options: DataParallelOptions) -> None:
-    """Measure, print the table, write the files.
-
-    Raises:
-        ValueError: it will not fit into memory.
-        RankFailed: a rank failed.
-    """
+    """Measure, print the table, write the files."""
     results = measure(options)
     tables.show(tables.short(results["rows"]), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
@@ -92,19 +86,20 @@ def measure(options: DataParallelOptions) -> dict[str, Any]:
     options.check()
     rows, samples = [], {}
     names = SETTINGS if options.setting == "both" else (options.setting,)
-    for chosen in (WORKLOADS[name] for name in names):
+    for number, chosen in enumerate(WORKLOADS[name] for name in names):
         require_room(chosen, WORKER_VARIANTS, options.ranks)
-        print(f"{chosen.what}: {text_of(chosen)}", file=sys.stderr, flush=True)
         task = {
             "workload": asdict(chosen),
             "variants": [asdict(one) for one in WORKER_VARIANTS],
             "samples": options.samples,
         }
-        found = WorkerResults(on_ranks(measure_steps, task, ranks=options.ranks))
+        part = number / len(names), (number + 1) / len(names)
+        found = WorkerResults(on_ranks(measure_steps, task, ranks=options.ranks, part=part))
         there = [one for one in WORKER_VARIANTS if one.name in found.names]
         rows += [found.worker_row(one, chosen.what) for one in there]
         samples[chosen.name] = {name: [step * MS for step in found.steps(name)] for name in found.names}
-    return {"ranks": options.ranks, "samples": options.samples, "rows": rows, "ms": samples}
+    num = min(len(steps) for found in samples.values() for steps in found.values())
+    return {"ranks": options.ranks, "samples": num, "rows": rows, "ms": samples}
 
 
 def text_of(chosen: Workload) -> str:

@@ -36,6 +36,7 @@ from instep.models.transformer import GPT
 from instep.native import build
 from instep.native.library import absence
 from instep.net import device
+from instep.record.display import follow
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.rng.keys import derive, initialize
@@ -112,14 +113,9 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def _shown(verified: StrategyReports) -> list[str]:
-    """A line for each way that is right; the whole table of each that is wrong, and of the last."""
-    lines, tables = list[str](), list[str]()
-    for report, table in zip(verified.reports, verified.tables, strict=True):
-        if report["ok"] and report is not verified.reports[-1]:
-            lines.append(table.partition("\n")[0])
-        else:
-            tables += ["", table]
-    return [*([""] if lines else []), *lines, *tables]
+    """A line for each way that is right, the whole table of each that is wrong."""
+    pairs = zip(verified.reports, verified.tables, strict=True)
+    return [table.partition("\n")[0] if report["ok"] else table for report, table in pairs]
 
 
 def _lines(findings: list[Finding]) -> list[str]:
@@ -440,7 +436,7 @@ def verify_on_rank(path: str) -> None:
     module, batch = trial(mesh.rank)
     module.to(mesh.device)
     reports = []
-    for strategy, ordered in WAYS:
+    for strategy, ordered in follow(WAYS, "verify", quiet=mesh.rank != 0):
         model = DataParallel(module, process_group=mesh, strategy=strategy, ordered=ordered)
         reports.append(model.verify(batch.to(mesh.device), trial_loss))
         model.close()

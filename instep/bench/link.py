@@ -8,7 +8,6 @@ what arithmetic predicts beside what was measured.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,7 +82,6 @@ def measure(chosen: Workload, num_hosts: int, strategies: Sequence[str], samples
     """
     variants = choose(LINK_VARIANTS, strategies)
     require_room(chosen, variants, num_hosts)
-    print(f"{chosen.text}; {num_hosts} hosts", file=sys.stderr, flush=True)
     task = {
         "workload": asdict(chosen),
         "variants": [asdict(one) for one in variants],

@@ -25,10 +25,11 @@ from instep.bench.steps_rank import MEGABYTE, measure_memory, measure_steps, mem
 from instep.bench.tables import Row, quantile, short, show, spread, write
 from instep.bench.variants import Variant
 from instep.bench.workloads import Workload
-from instep.bench.worlds import on_ranks
+from instep.bench.worlds import BEGAN, on_ranks
 from instep.models.config import num_parameters
 from instep.plan.memory_estimate import activation_bytes, block_bytes
 from instep.record.directory import SUMMARY
+from instep.record.display import follow
 from instep.record.jsonl import read_object
 from instep.shm.segment import available
 
@@ -44,16 +45,12 @@ PANELS = {
     "peak(MB)": "most memory of a rank, torch itself included",
     "x neither": "time of a step, and its quartiles",
 }
+STEPS_SHARE = 0.4  # of the time, where runs of instep train follow
 DROPOUT = 0.1  # of the runs whose bits are compared: recomputation has to draw the same again
 
 
 def run(options: MemorySaversOptions) -> None:
-    """Measure, print the tables, write the files.
-
-    Raises:
-        RankFailed: a rank failed.
-        RuntimeError: a run of ``instep train`` failed, or blocks that are computed again have moved a bit.
-    """
+    """Measure, print the tables, write the files."""
     results = measure(options)
     tables(results)
     write(options, results, results["rows"], lambda path: draw(results, path))
@@ -66,12 +63,13 @@ def measure(options: MemorySaversOptions) -> dict[str, Any]:
     workload = Workload("memory-savers", params, options.batch, "memory", tokens=options.context)
     task = {"workload": asdict(workload), "samples": options.samples}
     steps = {**task, "variants": [asdict(one) for one in SAVERS.values()]}
-    results = StepResults(on_ranks(measure_steps, steps, ranks=options.ranks))
+    end = STEPS_SHARE if options.steps else 1.0
+    results = StepResults(on_ranks(measure_steps, steps, ranks=options.ranks, part=(0.0, end)))
     memory = {name: _memory(one, workload, options.ranks) for name, one in SAVERS.items()}
     runs = compare_runs(options) if options.steps else {}
     return {
         "ranks": options.ranks,
-        "samples": options.samples,
+        "samples": len(results.steps(PLAIN.name)),
         "model": {**asdict(workload.config), "parameters": num_parameters(workload.config)},
         "text": workload.text,
         "rows": [row(name, results, memory[name], workload) for name in SAVERS],
@@ -108,12 +106,12 @@ def compare_runs(options: MemorySaversOptions) -> dict[str, Any]:
     Raises:
         RuntimeError: a run failed, or blocks that are computed again have moved a bit.
     """
+    wanted = [*((name, 0) for name in SAVERS)]
+    wanted += [(name, seed) for seed in range(1, options.seeds) for name in ("neither", "bf16")]
     with tempfile.TemporaryDirectory(prefix="instep-memory-savers-") as directory:
-        folder = Path(directory)
         found = {
-            (name, seed): _train(SAVERS[name], seed, options, folder / f"{name}-{seed}")
-            for seed in range(options.seeds)
-            for name in (SAVERS if seed == 0 else ("neither", "bf16"))
+            (name, seed): _train(SAVERS[name], seed, options, Path(directory, f"{name}-{seed}"))
+            for name, seed in follow(wanted, "instep train, run", part=(STEPS_SHARE, 1.0), began=BEGAN)
         }
     hashes = {name: found[name, 0]["state_sha256"] for name in SAVERS}
     if hashes["checkpoint"] != hashes["neither"] or hashes["both"] != hashes["bf16"]:
@@ -201,7 +199,6 @@ def _train(one: Variant, seed: int, options: MemorySaversOptions, path: Path) ->
         *(["--model.checkpoint"] if one.checkpoint else []),
     ]
     command = [sys.executable, "-m", "instep", "train", *map(str, words)]
-    print(f"  instep train --autocast {one.autocast}, seed {seed}", file=sys.stderr, flush=True)
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(

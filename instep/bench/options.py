@@ -80,7 +80,7 @@ class CollectivesOptions(OutputFiles):
     """What each of these links carries in each direction, as tc has it: 1gbit, 200mbit."""
     samples: int = 20
     """Samples of each; a sample of a small message is the mean of several calls."""
-    budget_s: float = 60.0
+    budget_s: float = 15.0
     """Seconds for the samples of one size; large messages get fewer samples, though at least 3."""
 
     def check(self) -> None:
@@ -100,8 +100,7 @@ class ModelOptions(OutputFiles):
     preset: Annotated[str, tyro.conf.arg(metavar="|".join(PRESETS))] = ""
     """Layers, width and heads of a published GPT."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
-    """How many parameters the model has where no preset is named, give or take an eighth: 70M, or 20M over a
-    link and for scaling, if nothing is said."""
+    """Parameters of the model where no preset is named, give or take an eighth; 20M if nothing is said."""
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Windows of text that a rank computes in a step; 1, 4 or 8, as the measurement needs, if nothing is
     said."""
@@ -142,8 +141,8 @@ class ModelOptions(OutputFiles):
             ValueError: no number of parameters.
         """
         said: dict[str, Any] = {"batch": self.batch, "tokens": self.context}
-        if self.params:
-            said["params"] = parse_count(self.params)
+        if not self.preset:
+            said["params"] = parse_count(self.params or "20M")
         given = {field: value for field, value in said.items() if value is not None}
         return replace(WORKLOADS[name], preset=self.preset, vocab=self.vocab, **given)
 
@@ -154,7 +153,7 @@ class BucketsOptions(ModelOptions):
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
-    sizes: Annotated[tuple[float, ...], tyro.conf.arg(metavar="MIB [MIB ...]")] = (1.0, 10.0, 100.0, 1000.0)
+    sizes: Annotated[tuple[float, ...], tyro.conf.arg(metavar="MIB [MIB ...]")] = (1.0, 10.0, 100.0)
     """Bucket sizes in MiB."""
     ordered: bool = True
     """Sum in the fixed order, as training does; without, by the backend's all-reduce."""
@@ -197,22 +196,22 @@ class StepsOptions(WholeStepOptions):
     """Layers, width and heads of a published GPT; or an MLP, of which each rank has 32 vectors."""
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
-    setting: Literal["communication", "compute", "both"] = "both"
+    setting: Literal["communication", "compute", "both"] = "communication"
     """What takes most of the step: a model that is large for its batch, or the other way round; --batch says
     it in their place."""
     strategies: Words = ()
     """Strategies to compare, measured alternately; if none is named, all but those that shard: stage1,
     stage2 and stage3. The word sharded names these three, declared the declared steps of flat and
     bucketed."""
-    samples: int = 20
-    """Steps of each strategy that are timed."""
-    memory: bool = True
+    samples: int = 0
+    """Steps of each strategy that are timed; 0: 3 to 20, as many as fit into a minute."""
+    memory: bool = False
     """Measure the peak memory of each strategy too, in ranks of its own; not of an MLP."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
         super().check()
-        if self.batch is not None and self.setting != "both":
+        if self.batch is not None and self.setting != "communication":
             raise ValueError(
                 f"--batch {self.batch} and --setting {self.setting} both say how much a rank computes: pass "
                 "one"
@@ -252,8 +251,8 @@ class ScalingOptions(WholeStepOptions):
     of each rank (weak); with the least number of ranks both are --batch for each."""
     strategies: Words = ("bucketed",)
     """What exchanges the gradients: naive, flat, overlap, bucketed, unordered or DDP, torch's own."""
-    samples: int = 10
-    """Steps of each that are timed."""
+    samples: int = 0
+    """Steps of each that are timed; 0: 3 to 20, as many as fit into a minute."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
@@ -262,8 +261,6 @@ class ScalingOptions(WholeStepOptions):
             raise ValueError(
                 f"expected at least two numbers of ranks to compare, such as -n 1 2 4, got {self.ranks}"
             )
-        if self.samples < 1:
-            raise ValueError(f"expected at least 1 sample, got {self.samples}")
         shared = self.workload("scaling").batch * min(self.ranks)
         if odd := [ranks for ranks in self.ranks if shared % ranks and self.work != "weak"]:
             raise ValueError(
@@ -280,14 +277,12 @@ class DataParallelOptions(OutputFiles):
     """Number of workers, as threads of one process and as processes."""
     setting: Literal["python", "matrices", "both"] = "both"
     """What a step consists of: many tiny layers, which are mostly Python; or few large matrix products."""
-    samples: int = 40
-    """Steps of each that are timed."""
+    samples: int = 0
+    """Steps of each that are timed; 0: 3 to 20, as many as fit into a minute."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks)
-        if self.samples < 2:
-            raise ValueError(f"expected at least 2 samples, got {self.samples}")
+        _check_ranks(self.ranks, samples=self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,21 +297,20 @@ class MemorySaversOptions(OutputFiles):
     """Windows of text per rank and step."""
     context: int = 128
     """Tokens of a window."""
-    samples: int = 8
-    """Steps of each that are timed."""
-    steps: int = 100
+    samples: int = 0
+    """Steps of each that are timed; 0: 3 to 20, as many as fit into a minute."""
+    steps: int = 50
     """Steps of instep train after which losses are compared; 0: not at all."""
-    seeds: int = 3
+    seeds: int = 2
     """Runs of each precision, whose losses show what a seed alone changes."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks)
-        if self.samples < 2 or self.batch < 1 or self.context < 1 or self.steps < 0 or self.seeds < 1:
+        _check_ranks(self.ranks, samples=self.samples)
+        if self.batch < 1 or self.context < 1 or self.steps < 0 or self.seeds < 1:
             raise ValueError(
-                f"expected at least 2 samples, 1 window, 1 token, 0 steps and 1 seed, got "
-                f"samples={self.samples}, batch={self.batch}, context={self.context}, steps={self.steps}, "
-                f"seeds={self.seeds}"
+                f"expected at least 1 window, 1 token, 0 steps and 1 seed, got batch={self.batch}, "
+                f"context={self.context}, steps={self.steps}, seeds={self.seeds}"
             )
         parse_count(self.params)
 
@@ -330,7 +324,7 @@ class PipelineOptions(OutputFiles):
     measured."""
     schedules: Words = ()
     """Schedules to compare, measured alternately; if none is named, all of them."""
-    micro_batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M[,M ...]")] = ("1,2,4,8,16",)
+    micro_batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M[,M ...]")] = ("1,2,4,8",)
     """Numbers of micro-batches in a step."""
     layers: int = 8
     """Transformer blocks of the model; every stage has as many."""
@@ -342,8 +336,8 @@ class PipelineOptions(OutputFiles):
     """Tokens of a window."""
     backend: Literal["gloo", "shm"] = "gloo"
     """What the ranks talk through."""
-    samples: int = 8
-    """Steps of each schedule and number of micro-batches that are timed."""
+    samples: int = 0
+    """Timed steps of each schedule and number of micro-batches; 0: 3 to 20, as many as fit into a minute."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -363,12 +357,9 @@ class PipelineOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks)
-        if self.samples < 1 or self.micro_size < 1:
-            raise ValueError(
-                f"expected at least 1 sample and 1 window, got samples={self.samples}, "
-                f"micro_size={self.micro_size}"
-            )
+        _check_ranks(self.ranks, samples=self.samples)
+        if self.micro_size < 1:
+            raise ValueError(f"expected at least 1 window, got --micro-size {self.micro_size}")
         if not self.counts:
             raise ValueError("expected a number of micro-batches, such as --micro-batches 1,2,4,8")
         for name in self.names:
@@ -382,7 +373,9 @@ class PipelineOptions(OutputFiles):
         _ = self.model
 
 
-def _check_ranks(*numbers: int) -> None:
+def _check_ranks(*numbers: int, samples: int = 0) -> None:
+    if samples < 0:
+        raise ValueError(f"expected 0 samples, which are as many as fit, or more, got {samples}")
     for ranks in numbers:
         if ranks < 2:
             raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")

@@ -241,6 +241,10 @@ class PipelineResults:
     steps: Sequence[PipelineSteps]
 
     @property
+    def num_samples(self) -> int:
+        return len(self.steps[0].steps)
+
+    @property
     def is_crowded(self) -> bool:
         """Whether ranks wait for cores: then what they wait for is no bubble."""
         return is_crowded(self.options)
@@ -275,7 +279,7 @@ class PipelineResults:
                 "core: bubbles are measured with a core for each rank.",
             ]
         return [
-            f"step: forward and backward of the slowest rank, median of {self.options.samples}, all in "
+            f"step: forward and backward of the slowest rank, median of {self.num_samples}, all in "
             "turns; simulated: each step with its own times, from the first computation to the last.",
             "bubble: of the longest time from a rank's first computation to its last, what ranks do not "
             "compute. x simulated: the measured bubble over that step's simulated one, with quartiles, where "
@@ -288,9 +292,10 @@ class PipelineResults:
 
     def as_json(self) -> dict[str, Any]:
         asked = asdict(self.options)
-        said = ("ranks", "layers", "width", "micro_size", "context", "backend", "samples")
+        said = ("ranks", "layers", "width", "micro_size", "context", "backend")
         return {
             **{name: asked[name] for name in said},
+            "samples": self.num_samples,
             "text": self.text,
             "rows": self.rows,
             "times": {one.name: [asdict(step.times) for step in one.steps] for one in self.steps},
@@ -355,7 +360,7 @@ def draw(results: PipelineResults, path: Path) -> list[Path]:
     bubbles = bars(
         [bar for row in results.rows if row["micro-batches"] == most for bar in _bars_of(row)], path,
         title=f"Bubbles of {results.options.ranks} stages, {most} micro-batches",
-        subtitle=f"{place}; median and quartiles of {results.options.samples} steps, all in turns. "
+        subtitle=f"{place}; median and quartiles of {results.num_samples} steps, all in turns. "
         "Simulated: with the forwards, backwards and messages that were measured",
         label="how", value="bubble", low="low", high="high", unit="%", group="schedule",
     )  # fmt: skip

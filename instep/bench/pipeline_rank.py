@@ -74,12 +74,11 @@ def measure_pipelines(world: World, task: dict[str, Any]) -> dict[str, Any]:
     loops = {name: PipelineLoop(mesh, config, name, windows) for name in task["schedules"]}
     named = {variant(name, m): (loops[name], m) for name in loops for m in task["micro_batches"]}
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in named}
-    for number in range(DROPPED + task["samples"]):
+    for number in world.rounds(task["samples"], DROPPED):
         for name in order(list(named), number):
             found = _turn(world, mesh, *named[name])
             if number >= DROPPED:
                 steps[name].append(found)
-        world.say(f"  round {number + 1} of {DROPPED + task['samples']}")
     kept = {name: count_kept(mesh, *of) for name, of in named.items()}
     for loop in loops.values():
         loop.model.close()

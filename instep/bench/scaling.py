@@ -91,13 +91,7 @@ class ScalingPlan:
 
 
 def run(options: ScalingOptions) -> None:
-    """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for.
-
-    Raises:
-        ValueError: numbers of ranks that cannot be, an unknown strategy, or too little memory.
-        RankFailed: a rank failed.
-        RuntimeError: with a link, that this machine cannot have several hosts, or that a rank failed.
-    """
+    """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for."""
     results = measure(options)
     tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=notes(results))
     tables.write(options, results, results["rows"], lambda path: draw(results, path))

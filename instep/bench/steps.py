@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,9 +39,12 @@ from instep.bench.variants import (
     over,
 )
 from instep.bench.workloads import Workload
-from instep.bench.worlds import on_ranks, require_memory, slowest_rank
+from instep.bench.worlds import BEGAN, WHOLE, on_ranks, require_memory, slowest_rank
+from instep.record.display import follow
 
 MS = 1e3
+MEMORY_SHARE = 0.4  # of the time, where the memory of each strategy is measured
+GAP, LEAST_GAP = "gap closed", 0.03  # of DDP's step: a share of less is noise
 WEIGHTS_AND_GRADIENTS = 2  # what all variants share, and what the one that steps has for a while
 NOT_STEPS = {WIRE.name, LATENCY.name}
 # What the table on stdout leaves to the files.
@@ -80,8 +82,9 @@ class HostResults:
 def run(options: StepsOptions) -> None:
     """Measure, print the tables, write the files."""
     found = []
-    for name in options.settings:
-        found.append(measure(options.workload(name), options))
+    for number, name in enumerate(options.settings):
+        part = number / len(options.settings), (number + 1) / len(options.settings)
+        found.append(measure(options.workload(name), options, part))
         table(found[-1])
 
     def charts(path: Path) -> None:
@@ -93,24 +96,25 @@ def run(options: StepsOptions) -> None:
     write(options, payload, [row for one in found for row in one.rows], charts)
 
 
-def measure(chosen: Workload, options: StepsOptions) -> HostResults:
+def measure(chosen: Workload, options: StepsOptions, part: tuple[float, float] = WHOLE) -> HostResults:
     """All variants of one host on one workload."""
     more = (*SHARDED_VARIANTS, *DECLARED_VARIANTS)
     variants = choose(HOST_VARIANTS, split_words(options.strategies), more)
     if options.backend is not None:
         variants = over(options.backend, variants)
     require_room(chosen, variants, options.ranks, options.backend)
-    print(f"{chosen.what}: {chosen.text}; {options.ranks} ranks", file=sys.stderr, flush=True)
     task = {
         "workload": asdict(chosen),
         "variants": [asdict(one) for one in variants],
         "samples": options.samples,
     }
     backend = options.backend or "gloo"
-    results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks, backend=backend))
+    turns = part[0], part[1] - MEMORY_SHARE * (part[1] - part[0]) * options.memory
+    results = StepResults(on_ranks(measure_steps, task, ranks=options.ranks, backend=backend, part=turns))
     there = [one for one in variants if one.name in results.names]
-    counted = there if options.memory and not chosen.mlp else []
-    peaks = {one.name: _peak(one, chosen, options) for one in counted if one != ALONE}
+    counted = [one for one in there if options.memory and not chosen.mlp and one != ALONE]
+    in_turn = follow(counted, "memory of strategy", part=(turns[1], part[1]), began=BEGAN)
+    peaks = {one.name: _peak(one, chosen, options) for one in in_turn}
     rows = [{"setting": chosen.name, **results.row(one), **peaks.get(one.name, {})} for one in there]
     samples = {name: [step * 1e3 for step in results.steps(name)] for name in results.names}
     said = [memory(peaks[NONE.name])] if NONE.name in peaks else []
@@ -163,7 +167,7 @@ class StepResults:
     def gap_closed(self, name: str) -> Ratio | None:
         """The share of what DDP takes more than the baseline, in the median, that ``name`` does not take."""
         gap = statistics.median(self.exposed(self.ddp))
-        if gap <= 0:
+        if gap <= LEAST_GAP * statistics.median(self.steps(self.ddp)):
             return None
         pairs = zip(self.steps(self.ddp), self.steps(name), strict=True)
         closed = [(ddp - step) / gap for ddp, step in pairs]
@@ -246,23 +250,21 @@ def notes(results: StepResults) -> list[str]:
         loose, ordered = f"unordered-{backend}", f"bucketed-{backend}"
         if loose in results.names and ordered in results.names:
             cost = results.against(ordered, loose)
-            low, middle, high = (100 * (ratio - 1) for ratio in (cost.low, cost.median, cost.high))
             lines.append(
-                f"the fixed order of sums over {backend}: {middle:+.1f} % of a step against ordered=False "
-                f"(quartiles {low:+.1f} to {high:+.1f} %)"
+                f"the fixed order of sums over {backend}: {cost.median:.3f} times a step with ordered=False "
+                f"(quartiles {cost.low:.3f} to {cost.high:.3f})"
             )
         if ordered in results.names:
             headers, hooks, share = results.checks(ordered)
             lines.append(
-                f"never-silent checks, bucketed over {backend}: headers {headers:.2f} ms, optimizer hooks "
-                f"{hooks:.2f} ms, together at most {100 * share:.2f} % of a step; headers are hidden where "
-                "backward still runs"
+                f"checks that ranks agree, bucketed over {backend}: headers {headers:.2f} ms, optimizer "
+                f"hooks {hooks:.2f} ms, together at most {100 * share:.2f} % of a step"
             )
     gap, ddp = results.gap_closed(NONE.name), results.ddp.replace("-", " over ")
     lines.append(
         f"torch's {ddp} is no slower than no synchronisation here: there is no gap to close"
         if gap is None
-        else f"gap closed: 0 % is torch's {ddp}, 100 % is no synchronisation"
+        else f"{GAP}: 0 % is torch's {ddp}, 100 % is no synchronisation"
     )
     return lines
 
@@ -277,13 +279,11 @@ def memory(figures: Row) -> str:
 
 
 def table(found: HostResults) -> None:
-    """The rows on stdout."""
+    """The rows on stdout, without shares of a gap that may be next to nothing."""
     print()
-    show(
-        short(found.rows, HIDDEN),
-        f"{found.workload.what}: {found.workload.text}",
-        notes=found.notes,
-    )
+    rows = short(found.rows, (*HIDDEN, "exposed(%)", "gap closed(%)"))
+    said = [note for note in found.notes if not note.startswith(GAP)]
+    show(rows, f"{found.workload.what}: {found.workload.text}", notes=said)
 
 
 def report(found: Mapping[str, Any]) -> str:

@@ -120,13 +120,12 @@ def take_turns(
 ) -> dict[str, Measured]:
     """A turn of each of ``runners`` in every round; what this rank has measured of a step, by their names."""
     measured: dict[str, Measured] = {name: {key: [] for key in _KEYS} for name in runners}
-    for number in range(DROPPED + samples):
+    for number in world.rounds(samples, DROPPED):
         for name in order(list(runners), number):
             found = _turn(world, runners[name], steps)
             if number >= DROPPED:
                 for key, value in found.items():
                     measured[name][key].append(value)
-        world.say(f"  round {number + 1} of {DROPPED + samples}")
     return measured
 
 

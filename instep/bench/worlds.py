@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from instep.bench.hosts import RATE, Network, network, require_hosts
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.net.device import complete, gpu_bytes, resolve, synchronize
+from instep.record.display import LongWork, live
 
 # A rank's part: its result, which has to survive JSON, from its world and its task.
 Body = Callable[["World", dict[str, Any]], Any]
@@ -42,14 +43,19 @@ CALLS_TAKE_S = 2e-3  # a sample of something shorter is the mean of several call
 MOST_CALLS = 50
 LONG_S = 0.05
 FEWEST_SAMPLES = 3
+ROUNDS, ROUNDS_S = 20, 50.0  # at most, and seconds for them, where no number of samples was asked for
+BEGAN = time.monotonic()  # of the command
+WHOLE = 0.0, 1.0
 PREFIX = "instep-bench-"  # of folders for the task of the ranks and their results
 
 
 class World:
     """One rank's side of a measurement: its number and device, a group to agree by, a group per backend."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, work: LongWork | None = None) -> None:
         self.rank = dist.get_rank()
+        self.work = work or LongWork()
+        self.work.quiet = self.rank != 0
         self.size = dist.get_world_size()
         self.device = device or torch.device("cpu")
         self._groups: dict[tuple[str, str], ProcessGroup] = {}
@@ -83,9 +89,23 @@ class World:
         return found.item()
 
     def say(self, text: str) -> None:
-        """A line of progress, from rank 0."""
+        """A line from rank 0, above the live one."""
         if self.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+            live().console.print(text)
+
+    def rounds(self, samples: int, dropped: int) -> Iterator[int]:
+        """``dropped`` rounds and then ``samples``, with progress; 0: as many as fit into ``ROUNDS_S``.
+
+        Those are 3 to ``ROUNDS``, the same on all ranks.
+        """
+        began, number, total = time.monotonic(), 0, dropped + (samples or ROUNDS)
+        while number < total:
+            self.work.at(number / total, f"round {number} of {total}")
+            yield number
+            number += 1
+            if not samples:
+                fit = int(ROUNDS_S * number / self.slowest(time.monotonic() - began))
+                total = dropped + min(max(fit - dropped, FEWEST_SAMPLES), ROUNDS)
 
     def interleave(
         self,
@@ -132,10 +152,18 @@ class World:
         return (time.perf_counter() - start) / calls
 
 
-def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int, backend: str = "gloo") -> list[Any]:
+def on_ranks(
+    body: Body,
+    task: Mapping[str, Any],
+    *,
+    ranks: int,
+    backend: str = "gloo",
+    part: tuple[float, float] = WHOLE,
+) -> list[Any]:
     """What ``body(world, task)`` returned on each of ``ranks`` new processes of one thread each, by rank.
 
-    With the ``backend`` "nccl" the device of a world is a GPU, else the CPU.
+    With the ``backend`` "nccl" the device of a world is a GPU, else the CPU. ``part``: which share of the
+    command this is.
 
     Raises:
         ValueError: fewer than two ranks: there is nothing to talk about; fewer GPUs than NCCL needs.
@@ -146,7 +174,8 @@ def on_ranks(body: Body, task: Mapping[str, Any], *, ranks: int, backend: str = 
     if backend == "nccl":
         resolve("cuda", backend, ranks)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        launch(_rank, (body, json.dumps(task), directory, backend), ranks=ranks)
+        progress = {"part": part, "began": BEGAN}
+        launch(_rank, (body, json.dumps(task), directory, backend, progress), ranks=ranks)
         return [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(ranks)]
 
 
@@ -217,9 +246,11 @@ def require_memory(rank_bytes: float, *, ranks: int, backend: str = "gloo", fix:
         )
 
 
-def _rank(body: Body, task: str, directory: str, backend: str = "gloo") -> None:
+def _rank(body: Body, task: str, directory: str, backend: str = "gloo", progress: Any = None) -> None:
     mesh = init(backend="nccl" if backend == "nccl" else "gloo")
-    result = body(World(mesh.device), json.loads(task))
+    work = LongWork(**(progress or {}))
+    result = body(World(mesh.device, work), json.loads(task))
+    work.close()
     (Path(directory) / str(mesh.rank)).write_text(json.dumps(result))
     mesh.close()
 

@@ -16,7 +16,7 @@ from instep.launch.signals import hear_stop_signals
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",
     "run": "run a training script of your own on ranks that may die: instep run -n 4 train.py",
-    "bench": "measure collectives, strategies, buckets, scaling, threads, memory savers",
+    "bench": "measure collectives, strategies, bucket sizes, scaling, threads, memory savers, pipelines",
     "show": "print a collective step by step: who sends what, and who holds what after each round",
     "report": "show where the time of a run went, on a page, as traces, in words",
     "compare": "find where two runs differ, in which parameter, and what caused it",
@@ -54,11 +54,11 @@ def usage() -> str:
         [
             "usage: instep [-h] [--version] COMMAND ...",
             "",
-            "Data-parallel PyTorch training whose bits do not depend on where the work is done.",
+            "Data-parallel PyTorch training that gives the same bits on any number of processes.",
             "",
             "commands:",
             *(f"  {word:{width}}  {line}" for word, line in COMMANDS.items()),
             "",
-            "instep COMMAND --help tells the options of one.",
+            "instep COMMAND --help lists its options.",
         ]
     )

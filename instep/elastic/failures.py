@@ -168,8 +168,9 @@ class Recovery:
 
     def __str__(self) -> str:
         message, parts = self._first_step, self.seconds
+        ranks = f"{message['world_size']} rank{'s' * (message['world_size'] != 1)}"
         listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items() if name != "total")
         return (
-            f"going on with {message['world_size']} rank(s) at step {message['step'] - 1}, from "
-            f"{message['source']}: first new step after {parts['total']:.3f} s ({listed})"
+            f"going on with {ranks} at step {message['step'] - 1}, from {message['source']}: first new step "
+            f"after {parts['total']:.3f} s ({listed})"
         )

@@ -98,7 +98,9 @@ def open_text(path: Path | None, context: int, held_out: float = 0.05) -> TextSp
     train, rest = split_blocks(corpus, context + 1, held_out)
     size, percent = f"its {len(corpus):,} bytes", 100 * held_out
     return TextSplits(
-        ByteText(train, context, f"{name} ({100 - percent:g}% of {size}, to train on)"),
+        ByteText(
+            train, context, f"{name} ({100 - percent:g}% of {size}; a loss of ln 256 = 5.5 is guessing)"
+        ),
         ByteText(rest, context, f"{name} ({percent:g}% of {size}, held out)"),
     )
 

@@ -30,6 +30,7 @@ from instep.recipes.text_config import (
     schedule_of,
 )
 from instep.recipes.text_options import parse_script
+from instep.record.display import follow
 
 MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decayed
 
@@ -138,7 +139,7 @@ def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -
     losses, index = [], []
     model.eval()
     place = mesh.data
-    for first in range(0, len(batches), place.size):
+    for first in follow(range(0, len(batches), place.size), "evaluation", quiet=mesh.rank != 0):
         # In stage 3 a rank needs all others to have weights: at the end some look at the last batch again.
         batch = batches[min(first + place.rank, len(batches) - 1)]
         windows = text.windows([chosen[i] for i in batch])

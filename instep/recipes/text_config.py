@@ -265,7 +265,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         raise ValueError(
             f"{num_ranks} ranks, but only {config.num_leaves} micro-batches "
             f"(global {config.batch.global_size} / micro {config.batch.micro_size}): use at most "
-            f"{config.num_leaves} ranks, a smaller batch.micro_size or a larger batch.global_size"
+            f"{config.num_leaves} ranks, a smaller --batch.micro-size or a larger --batch.global-size"
         )
 
 

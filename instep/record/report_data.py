@@ -19,6 +19,7 @@ from typing import Any
 
 from instep.events import LANES, Event, Timeline
 from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY
+from instep.record.display import follow
 from instep.record.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_text
 from instep.record.status import last_part, run_status, steps_done
 from instep.record.step_lines import STARTED, of_script
@@ -104,7 +105,7 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
     tapes = read_traces(path / FOLDER, starts[-1].get("world_size") if starts else None)
     about = run_status(path, summary, lines, starts, tapes, notes)
     part = last_part(starts, steps_done(lines), tapes.steps)
-    whole = insight = analyse(tapes)
+    whole = insight = analyse(tapes, each=lambda steps: follow(steps, "reading step"))
     if len(part) < len(tapes.steps):
         notes.append(f"only curves and the time by step are of the whole run, all else is of {_said(part)}")
         insight = analyse(tapes, part)
@@ -292,7 +293,6 @@ def _breakdown(row: RankBreakdown) -> Fields:
         "hosts": _in_ms(row.hosts),
         "hidden_ms": row.hidden_s * 1e3,
         "unattributed_share": row.unattributed_share,
-        "slowdown": row.slowdown,
     }
 
 
@@ -387,7 +387,7 @@ def _picture(tapes: RunTraces, insight: Analysis, data: Fields, path: Path) -> l
     if not shown:
         return []
     step, run = shown[0]["step"], data["run"]
-    ranks = tapes.ranks(step)[:MOST_PICTURED]
+    ranks, num = tapes.ranks(step)[:MOST_PICTURED], len(tapes.ranks(step))
     known = step >= run["first_step"]  # how a step of an earlier part was made is not told
     how, bubble = run["strategy"], ""
     if insight.pipeline is not None:
@@ -399,7 +399,7 @@ def _picture(tapes: RunTraces, insight: Analysis, data: Fields, path: Path) -> l
         path,
         step=step,
         ranks=ranks,
-        title=_no_formula(f"One step on {len(tapes.ranks(step))} rank(s)" + known * f", {how}"),
+        title=_no_formula(f"One step on {num} rank{'s' * (num != 1)}" + known * f", {how}"),
         subtitle=_no_formula(
             f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}{bubble}"
         ),

@@ -81,14 +81,14 @@ def show(
     loss = f"{_number(summary, 'loss_last', '.3f')}{unit} in the last step" if has_last else ""
     if summary.get("held_out_loss") is not None or (loss_unit and not loss):
         loss = (
-            f"{_number(summary, 'held_out_loss', '.3f')}{unit} held out, from "
-            f"{_number(summary, 'held_out_loss_first', '.3f')}"
+            f"{_number(summary, 'held_out_loss', '.3f')}{unit} on held-out data, "
+            f"{_number(summary, 'held_out_loss_first', '.3f')} at the start"
         )
         if has_last or loss_unit:  # else the script has logged none
-            loss += f" (training {_number(summary, 'loss_last', '.3f')})"
+            loss += f"; {_number(summary, 'loss_last', '.3f')} in the last training step"
     speed = (
         f"{throughput(summary)}, {_number(summary, 'step_ms_median', '.0f')} ms a step (median), "
-        f"{_number(summary, 'exposed_comm_share', '.1%')} of it exposed communication"
+        f"{_number(summary, 'exposed_comm_share', '.1%')} of it waiting for communication"
     )
     rows = [
         ("run", str(path)),
@@ -133,7 +133,7 @@ def _steps(summary: Mapping[str, Any]) -> str:
     steps, first = summary["steps"], summary.get("first_step") or 0
     parallel = summary.get("parallel") or {}
     strategy, stage, schedule = summary["strategy"], parallel.get("shard_stage"), parallel.get("schedule")
-    layout = f"{summary['world_size']} rank(s), {strategy}"
+    layout = f"{summary['world_size']} rank{'s' * (summary['world_size'] != 1)}, {strategy}"
     layout += f", stage {stage} of sharding" if stage else ""
     layout += f", in pipelines ({schedule})" if schedule and parallel.get("pp", 0) != 1 else ""
     if not first:

@@ -131,7 +131,7 @@ class AfterSteps:
         if held_out is not None:
             unit = self.training.loss_unit and f" {self.training.loss_unit}"
             when = after(self.training.steps_done - 1)
-            self.display.say(f"held out {held_out:.3f}{unit} {when}")
+            self.display.say(f"held-out loss {held_out:.3f}{unit} {when}")
         return held_out
 
     def _is_best(self, made: Made, held_out: float | None) -> bool:

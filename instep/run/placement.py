@@ -64,18 +64,17 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     If it is not the first time: what is other now.
     """
     config, mesh, registered = training.config, training.mesh, training.registered
-    ranks = f"{counted(mesh.world_size, 'rank')} of {mesh.device.type}"
     axes = dict(zip(mesh.axes.names, mesh.axes.sizes, strict=True))
     found, lines = axes.get("shard", 1), []
     if is_first:
         num = sum(shape_of(p).numel() for p in training.module.parameters())
         name = getattr(getattr(_loader(registered), "dataset", None), "name", None)
         names = ", ".join([*registered.models, *registered.optimizers, *registered.others])
-        data = f"{name}; " if isinstance(name, str) and name else ""
         lines = [
-            f"{number_words(num)} parameters on {ranks}, {config.parallel.threads} thread(s) each; strategy "
-            f"{_strategy(training, found)}; registered: {names}; deadline {config.timeout_s:g} s",
-            f"{data}run directory {path}",
+            f"{number_words(num)} parameters on {counted(mesh.world_size, 'rank')} ({mesh.device.type}, "
+            f"{counted(config.parallel.threads, 'thread')} each); {_strategy(training, found)}; "
+            f"timeout_s={config.timeout_s:g}; checkpoints hold: {names}",
+            f"{f'{name}; ' * bool(name and isinstance(name, str))}run directory {path}",
         ]
     shares = _shares(training)
     if config.batch.global_size and shares:
@@ -126,13 +125,15 @@ def counted(number: int, what: str) -> str:
 
 def _strategy(training: ScriptTraining, shard: int) -> str:
     parallel = training.config.parallel
+    if parallel.strategy == "none" and training.mesh.world_size > 1:
+        return "no model is wrapped: ranks exchange no gradients until you call instep.DataParallel(model)"
     order = "" if parallel.ordered else ", not ordered"
     stage = f", stage {parallel.shard_stage} of sharding" if parallel.shard_stage else ""
     stage += f" in shard groups of {shard} ranks" if parallel.shard_stage and shard > 1 else ""
     if parallel.schedule:
         ranks = counted(training.mesh.axes.size("pp"), "rank")
         stage += f", pipelines of {ranks} ({parallel.schedule})"
-    return f"{parallel.strategy}{order}{stage}{_nodes(training)}"
+    return f"strategy {parallel.strategy}{order}{stage}{_nodes(training)}"
 
 
 def _nodes(training: ScriptTraining) -> str:

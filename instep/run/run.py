@@ -112,7 +112,7 @@ class Run:
         ...         optimizer.zero_grad()
         ...         step.log(loss=loss)
         run    runs/mine
-        steps  2 on 1 rank(s), bucketed
+        steps  2 on 1 rank, bucketed
         ...
         >>> run.rank, run.world_size
         (0, 1)

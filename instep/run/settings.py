@@ -115,8 +115,8 @@ class RunConfig:
     resume: bool = False
     """Resume the run in --run-dir from its newest checkpoint that verifies."""
     accept_contract: bool = False
-    """Resume although libraries or processor have changed, and the bits may differ; the record says where. A
-    change of code or of the number of steps is noted; other settings stay those of the run."""
+    """Resume although the contract (libraries, processor: all that bits depend on) has changed; the record
+    says where. A change of code or of the number of steps is noted; other settings stay those of the run."""
     min_ranks: Count = 0
     """Minimum number of ranks to keep training while one is replaced; 0: wait for the replacement."""
     stop_after: Count = 0

@@ -54,6 +54,8 @@ def compare_replicas(
     than = "other values than the other ranks" if odd.certain else "different values"
     verb = "hold" if len(odd.ranks) > 1 else "holds"
     cause = words[0] or "a bit has flipped in memory, or an update was computed otherwise"
+    if not odd.certain and not words[0]:
+        cause = f"the model is not wrapped in instep.DataParallel, or {cause}"
     error = ReplicasDiffer(
         f"{when or f'after {step} steps'} {ranks_listed(odd.ranks)} {verb} {than} in {listed(odd.names)}: "
         f"{cause}. {words[1] or way_out(odd)}",

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 CALLER = 3  # frames above __torch_function__
 NUM_NODES = 2  # from the loss on: a GradScaler's multiplication may come last
@@ -35,12 +35,13 @@ class LossScale(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        # A loop that was left by an error may be collected inside of another mode, such as torch.device.
-        above = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+        # A loop that was left by an error may be collected inside of another mode, such as torch.device, or in
+        # another thread.
+        stack = _get_current_function_mode_stack()
+        if self in stack:
+            above = [_pop_mode() for _ in stack[stack.index(self) :]][:-1]
+            for mode in reversed(above):
+                _push_mode(mode)
         if len(self._backwards) == 1 and self._backwards[0][0]:  # several may be parts of the micro-batch
             num, (_, file, line) = self.num_micro_batches, self._backwards[0]
             warnings.warn_explicit(

@@ -338,7 +338,7 @@ def require_no_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> 
             zeroed.add(i)
         if parameter.grad is not None:
             raise ValueError(
-                f"parameter {name!r} already has a gradient when a declared step begins: call "
+                f"parameter {name!r} already has a gradient when model.micro_batches() begins: call "
                 "optimizer.zero_grad() before it; the step is the sum of its own micro-batches alone"
             )
     return zeroed

@@ -7,7 +7,7 @@ straggler and the advice. ``summary_lines`` says it in lines to read; ``Analysis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it needs numpy
 SAMPLED = 60  # steps, for what needs all events of all ranks at once
 WARM_UP = 2  # steps in which the order of the buckets is learned
 WORTH_SAYING = 0.0005  # of a step
-WORTH_HIDING = 0.01  # of a step hidden: what less makes of the rest cannot be told from noise
+WORTH_HIDING = 0.01  # of a step
 ARGUMENTS = {  # of what a script calls, for flags of instep train
     "--batch.global-size": "batch_size",
     "--parallel.backend": "backend",
@@ -66,15 +66,16 @@ def analyse(
     *,
     breakdowns: Sequence[RankBreakdown] | None = None,
     slow: SlowRank | None = None,
+    each: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Analysis:
-    """What ``traces`` tell of ``steps``, by default all that have ended.
+    """What ``traces`` tell of ``steps``, by default all that have ended; ``each`` may show progress.
 
     ``breakdowns`` and ``slow`` are taken where they are known already, from ranks whose files are elsewhere.
     A rank that the run went on without is among the rows only.
     """
     steps = traces.steps if steps is None else steps
     rows: dict[int, list[Parts]] = {rank: [] for rank in traces.traces}
-    for step in steps:
+    for step in each(steps):
         for rank in traces.ranks(step):
             if (found := parts(traces.traces[rank].events(step))) is not None:
                 rows[rank].append(found)
@@ -119,19 +120,15 @@ def summary_lines(
         return
     yield "time", _shares(breakdowns)
     hidden_s = fmean(row.hidden_s for row in breakdowns)
-    slowdowns = [row.slowdown for row in breakdowns if row.slowdown is not None]
-    if hidden_s >= 5e-5:
-        is_known = slowdowns and hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns)
-        slowdown = fmean(slowdowns) if is_known else 0.0
-        slower = f", which makes it {in_percent(slowdown)} slower" if slowdown > 0 else ""
-        yield "", f"{in_ms(hidden_s)} of communication hidden under compute{slower}{_gathers(breakdowns)}"
+    if hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns):
+        yield "", f"{in_ms(hidden_s)} of communication ran while ranks computed{_gathers(breakdowns)}"
     if pipeline is not None and pipeline.num_ranks > 1:
         yield from _pipeline_lines(pipeline)
     if slow is not None:
         yield "slow", slowness(slow)
     for number, one in enumerate(advice):
         gain_s = one.gain_ms / 1e3
-        steps = f"{in_ms(gain_s)} a step; in three of four {in_ms(gain_s * one.confidence)} or more"
+        steps = f"{in_ms(gain_s)} a step, at least {in_ms(gain_s * one.confidence)} in three of four steps"
         gain = f"about {in_percent(one.gain_share)} ({steps})"
         try_ = f": {one.try_}" if one.try_ else ""
         yield "" if number else "advice", f"{one.text} Predicted gain: {gain}{try_}"
@@ -140,8 +137,8 @@ def summary_lines(
     if share > UNNAMED and left_s > UNNAMED_S:
         yield (
             "" if advice else "advice",
-            f"{in_ms(left_s)} a step ({in_percent(share)}) are in no span: name what your own code does "
-            'there, with step.span("augment"): ...',
+            f"{in_ms(left_s)} a step ({in_percent(share)}) are unattributed: to see where they go, put parts "
+            'of your loop into `with step.span("a name"):`',
         )
 
 
@@ -188,7 +185,7 @@ def formula_of(pipeline: PipelineFigures) -> str:
     if pipeline.formula is None:
         return f"{sizes}, and no formula for this schedule"
     formula = FORMULAS.get(pipeline.schedule, "the formula")
-    return f"for equal stages {formula} of {pipeline.schedule} is {pipeline.formula:.1%}, {sizes}"
+    return f"with equal stages {pipeline.schedule} has {formula} = {pipeline.formula:.1%}, {sizes}"
 
 
 def stage_slowness(slow: SlowStage) -> str:
@@ -197,7 +194,7 @@ def stage_slowness(slow: SlowStage) -> str:
         f"stage {slow.stage} ({_counted('rank', slow.ranks)}) takes {slow.times:.1f} times as long per "
         f"micro-batch as the others: forward {in_ms(slow.forward_s)}, theirs {in_ms(slow.others_forward_s)}; "
         f"backward {in_ms(slow.backward_s)}, theirs {in_ms(slow.others_backward_s)}. Simulated, the bubble "
-        f"is {slow.bubble:.1%} with it, and {slow.even_bubble:.1%} with equal stages: cut it"
+        f"is {slow.bubble:.1%}, and {slow.even_bubble:.1%} with equal stages: move layers to another stage"
     )
 
 
@@ -219,7 +216,7 @@ def _gathers(breakdowns: Sequence[RankBreakdown]) -> str:
     if whole_s < WORTH_SAYING * fmean(row.wall_s for row in breakdowns):
         return ""
     share = fmean(row.gathers_hidden_s for row in breakdowns) / whole_s
-    return f"; among it {in_percent(share)} of the gathers of weights ({in_ms(whole_s)})"
+    return f", among it {in_percent(share)} of the gathers of weights ({in_ms(whole_s)})"
 
 
 def _shares(breakdowns: Sequence[RankBreakdown]) -> str:

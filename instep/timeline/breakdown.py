@@ -384,7 +384,8 @@ def slowdown(steps: Iterable[Sequence[Event]]) -> float | None:
                       |under        |
                               |extra|
 
-    None if no step has both kinds of backwards (a single micro-batch, or nothing overlaps).
+    None if no step has both kinds of backwards (a single micro-batch, or nothing overlaps), or if compute
+    seems to take more than twice as long, which is noise; so is a negative figure, which counts as 0.
     """
     unders, extras = [], []
     for events in steps:
@@ -398,7 +399,7 @@ def slowdown(steps: Iterable[Sequence[Event]]) -> float | None:
     if not unders:
         return None
     under, extra = median(unders), median(extras)
-    return extra / (under - extra) if extra < under else None
+    return max(extra, 0.0) / (under - extra) if 2 * extra <= under else None
 
 
 def _backwards(events: Sequence[Event]) -> list[tuple[int, int]]:

@@ -105,7 +105,7 @@ class Report:
         >>> report.ok, report.cause, report.to_dict()["world_size"]
         (True, '', 1)
         >>> print(report)
-        all 6 gradients on 1 rank(s) (bucketed, ordered) are those of one process
+        all 6 gradients on 1 rank (bucketed, ordered) are those of one process
           parameter  error  rank  ratio to one process
         ...
     """
@@ -231,6 +231,6 @@ def _badness(row: GradientRow) -> tuple[bool, float]:
 
 def _headline(report: Report) -> str:
     bad = sum(not row.ok for row in report.rows)
-    how = f"{report.strategy}, {'ordered' if report.ordered else 'not ordered'}"
+    how = f"rank{'s' * (report.world_size != 1)} ({report.strategy}, {'not ' * (not report.ordered)}ordered)"
     which = f"{f'{bad} of' if bad else 'all'} {len(report.rows)} gradients"
-    return f"{which} on {report.world_size} rank(s) ({how}) are {'not ' * bool(bad)}those of one process"
+    return f"{which} on {report.world_size} {how} are {'not ' * bool(bad)}those of one process"

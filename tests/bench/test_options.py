@@ -69,7 +69,8 @@ def test_an_mlp_has_a_batch_of_its_own_unless_one_is_given():
 
 
 def test_what_nothing_is_said_of_is_as_it_was():
-    assert StepsOptions().settings == ("communication", "compute")
+    assert StepsOptions().settings == ("communication",)
+    assert StepsOptions(setting="both").settings == ("communication", "compute")
     assert StepsOptions().workload("compute").batch == 8
     assert BucketsOptions().workload("buckets").tokens == 64
     assert BucketsOptions(params="5M", context=8).workload("link").batch == 4

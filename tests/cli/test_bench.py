@@ -134,12 +134,12 @@ def test_what_is_no_option_is_a_usage_error(words):
         ("scaling -n 2", "expected at least two numbers of ranks to compare"),
         ("buckets --params many", "expected a number such as 512, 64K or 1.5M, got 'many'"),
         ("data-parallel -n 1", "expected at least 2 ranks, got 1"),
-        ("data-parallel --samples 1", "expected at least 2 samples, got 1"),
-        ("memory-savers --samples 1", "expected at least 2 samples, 1 window"),
+        ("data-parallel --samples=-1", "expected 0 samples, which are as many as fit, or more, got -1"),
+        ("memory-savers --batch 0", "expected at least 1 window"),
         ("pipeline --schedules gpipe,2f2b", "expected a schedule of naive, gpipe, 1f1b, interleaved"),
         ("pipeline --layers 6", "6 blocks cannot be shared out alike among the 4 stages of interleaved"),
         ("pipeline --micro-batches 1,none", "expected a number such as 512, 64K or 1.5M, got 'none'"),
-        ("pipeline --samples 0", "expected at least 1 sample and 1 window"),
+        ("pipeline --micro-size 0", "expected at least 1 window"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words, line, runs, capsys):

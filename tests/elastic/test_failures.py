@@ -47,7 +47,7 @@ def test_it_is_made_of_parts_that_add_up(recovery: Recovery) -> None:
 
 def test_it_is_told_in_a_sentence(recovery: Recovery) -> None:
     assert str(recovery) == (
-        "going on with 3 rank(s) at step 12, from a survivor: first new step after 0.250 s "
+        "going on with 3 ranks at step 12, from a survivor: first new step after 0.250 s "
         "(ready 0.040, join 0.060, state 0.010, step 0.140)"
     )
 

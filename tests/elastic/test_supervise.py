@@ -151,7 +151,7 @@ def test_a_rank_that_ends_is_replaced_and_the_survivor_stays(scene: Scene, fault
     (recovery,) = scene.recoveries()
     assert recovery["seconds"]["ready"] >= 0
     assert recovery["seconds"]["total"] >= recovery["seconds"]["ready"]
-    assert any(line.startswith("going on with 2 rank(s) at step ") for line in scene.said)
+    assert any(line.startswith("going on with 2 ranks at step ") for line in scene.said)
     assert scene.said[0].startswith(f"rank 1 (pid {first[1]}), in step 2 (exchange), {how}")
 
 

@@ -68,7 +68,7 @@ def test_a_command_that_is_asked_to_end_is_resumed_on_other_ranks(
     flags, reference = longer
     path = tmp_path / "run"
     with started_warm("train", *flags, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
-        read_until(process, "held out")
+        read_until(process, "held-out")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
     assert process.returncode == 75, err

@@ -111,7 +111,7 @@ def test_a_run_that_is_resumed_after_its_last_step_says_so_and_stays_as_it_was(
     again = train(*recipe, "-n", 2, *flags, cwd=tmp_path)
     assert again.code == 0, again.err
     assert again.err.splitlines()[-1].startswith(f"already finished: {STEPS} of {STEPS} steps")
-    assert f"steps  {STEPS} on 1 rank(s), bucketed\n" in again.out
+    assert f"steps  {STEPS} on 1 rank, bucketed\n" in again.out
     assert f"more   {path}/summary.json; instep report {path}\n" in again.out
     assert tree(path) == before
     story, _ = report(path, tmp_path / "out")

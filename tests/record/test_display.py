@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from instep.record.display import LINES_PER_RUN, Display
+from instep.record.display import LINES_PER_RUN, Display, LongWork, follow, live
 from instep.record.step_lines import Made
 
 MADE = Made(
@@ -18,10 +18,22 @@ MADE = Made(
 )
 
 
-def shown(capsys, num_steps: int, rank: int = 0) -> list[str]:
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> list[float]:
+    """The time, in the place of ``time.monotonic()``."""
+    now = [1000.0]
+    monkeypatch.setattr("instep.record.display.time.monotonic", lambda: now[0])
+    live.cache_clear()
+    return now
+
+
+def shown(capsys, num_steps: int, rank: int = 0, *, clock: list[float] | None = None) -> list[str]:
+    """The lines of a run of so many steps, of a second each where there is a ``clock``."""
     display = Display(rank, num_steps)
     for step in range(num_steps):
         display.step(step, MADE)
+        if clock is not None:
+            clock[0] += 1
     display.say("it is done, [not] a tag")
     display.close()
     said = capsys.readouterr()
@@ -29,28 +41,38 @@ def shown(capsys, num_steps: int, rank: int = 0) -> list[str]:
     return said.err.splitlines()
 
 
-@pytest.mark.parametrize("num_steps", [1, 7, LINES_PER_RUN, 101, 1000])
-def test_without_a_terminal_there_are_some_twenty_lines_and_the_last_step_is_among_them(capsys, num_steps):
-    *lines, said = shown(capsys, num_steps)
-    steps = [int(line.split()[1].partition("/")[0]) for line in lines]
-    assert len(steps) == len(set(steps)) <= 2 * LINES_PER_RUN
-    assert len(steps) >= min(num_steps, LINES_PER_RUN)
-    assert (steps[0], steps[-1]) == (0, num_steps - 1)
+def test_without_a_terminal_one_rank_says_at_least_every_ten_seconds_how_much_time_is_left(capsys, clock):
+    *lines, said = shown(capsys, 1000, clock=clock)
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == [*range(0, 1000, 10), 999]
+    assert [line.partition("tokens/s  ")[2] for line in lines[1:3]] == ["16:29 left", "16:19 left"]
     assert said == "it is done, [not] a tag"
+    assert shown(capsys, 100, rank=1, clock=clock) == []
+
+
+def test_a_short_run_has_twenty_lines(capsys):
+    assert len(shown(capsys, 100)) == 1 + LINES_PER_RUN + 1
+
+
+def test_a_part_of_a_command_knows_how_much_time_the_whole_takes(capsys, clock):
+    work = LongWork(part=(0.5, 1.0), began=clock[0] - 60)
+    work.at(0.5, "round 1 of 2")
+    assert capsys.readouterr().err == "round 1 of 2  00:20 left\n"
+
+
+def test_what_is_soon_done_shows_nothing(capsys, clock):
+    for _ in follow(range(4), "part"):
+        clock[0] += 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_line_has_the_figures_of_its_step(capsys):
     (line, _) = shown(capsys, 1)
-    assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 exposed)  12,346 tokens/s"
+    assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 communicating)  12,346 tokens/s"
 
 
 def test_numbers_stand_below_each_other(capsys):
     *lines, _ = shown(capsys, 20)
     assert len({line.index("loss") for line in lines}) == 1
-
-
-def test_other_ranks_are_silent(capsys):
-    assert shown(capsys, 20, rank=1) == []
 
 
 def test_a_line_is_as_long_as_it_is(capsys):
@@ -59,15 +81,18 @@ def test_a_line_is_as_long_as_it_is(capsys):
     assert capsys.readouterr().err == "long " * 100 + "\n"
 
 
-def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatch):
+def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatch, clock):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich believe in a terminal
     monkeypatch.setenv("COLUMNS", "200")
     display = Display(0, 40)
-    display.step(19, MADE)
+    display.step(0, MADE)
+    clock[0] += 20
+    display.step(20, MADE)
     display.say("a line above it")
     display.close()
     err = capsys.readouterr().err
     assert "20/40" in err
+    assert "00:19 left" in err
     assert "12,346 tokens/s" in err
     assert "a line above it\n" in err
     assert err.endswith("\x1b[2K")  # the bar's line is erased
@@ -76,4 +101,5 @@ def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatc
 def test_a_step_that_was_skipped_says_why(capsys):
     display = Display(0, 100)
     display.step(3, replace(MADE, skipped="gradient norm is nan"))
-    assert capsys.readouterr().err == "step 3 was skipped: gradient norm is nan\n"
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "step 3 was skipped: gradient norm is nan"

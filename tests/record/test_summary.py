@@ -68,9 +68,9 @@ def test_what_is_shown_is_the_summary(tmp_path, capsys):
     assert said.err == ""
     assert said.out.splitlines() == [
         f"run    {tmp_path}",
-        "steps  6 on 2 rank(s), flat",
-        "loss   5.600 nats per byte held out, from 5.600 (training 2.000)",
-        "speed  10,000 tokens/s, 10 ms a step (median), 10.0% of it exposed communication",
+        "steps  6 on 2 ranks, flat",
+        "loss   5.600 nats per byte on held-out data, 5.600 at the start; 2.000 in the last training step",
+        "speed  10,000 tokens/s, 10 ms a step (median), 10.0% of it waiting for communication",
         f"more   {tmp_path / SUMMARY}; instep report {tmp_path}",
         "state  sha256 abc",
     ]
@@ -79,13 +79,16 @@ def test_what_is_shown_is_the_summary(tmp_path, capsys):
 def test_what_is_not_known_is_a_dash(tmp_path, capsys):
     rest = {"steps": 0, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
     show({**figures([], 0, 100), **rest}, tmp_path, loss_unit="nats per byte")
-    assert "loss   - nats per byte held out, from - (training -)\n" in capsys.readouterr().out
+    assert (
+        "loss   - nats per byte on held-out data, - at the start; - in the last training step\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_loss_that_a_script_has_not_logged_is_not_told(tmp_path, capsys):
     rest = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
     show({"held_out_loss": 0.5, "held_out_loss_first": 1.0, "loss_last": None, **rest}, tmp_path)
-    assert "loss   0.500 held out, from 1.000\n" in capsys.readouterr().out
+    assert "loss   0.500 on held-out data, 1.000 at the start\n" in capsys.readouterr().out
 
 
 PART = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc", "first_step": 3}
@@ -96,7 +99,7 @@ def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, caps
     show({**figures(lines, 3, 100), **PART, "parallel": {"shard_stage": 2}}, tmp_path)
     said = capsys.readouterr().out.splitlines()
     assert said[1] == (
-        "steps  6; the last 3 on 1 rank(s), flat, stage 2 of sharding: speed, memory and time are of these"
+        "steps  6; the last 3 on 1 rank, flat, stage 2 of sharding: speed, memory and time are of these"
     )
     assert said[3].startswith("speed  10,000 tokens/s, 10 ms a step")
 
@@ -105,7 +108,7 @@ def test_ranks_that_have_made_no_step_have_no_speed_and_none_of_others(tmp_path,
     lines = [START, *map(line, range(6))]
     show({**figures(lines, 6, 100), **PART, "first_step": 6}, tmp_path)
     said = capsys.readouterr().out.splitlines()
-    assert said[1].startswith("steps  6; the last 0 on 1 rank(s), flat")
+    assert said[1].startswith("steps  6; the last 0 on 1 rank, flat")
     assert said[3] == "speed  not measured: no step was made in this layout"
 
 

@@ -162,8 +162,8 @@ def test_a_run_says_what_it_is_about_to_do(
     run.close()
     said = capsys.readouterr().err.splitlines()
     assert said[:3] == [
-        "2.00 k parameters on 1 rank of cpu, 1 thread(s) each; strategy bucketed, stage 1 of sharding"
-        f"{said_of_nodes}; registered: model, optimizer, data; deadline 60 s",
+        "2.00 k parameters on 1 rank (cpu, 1 thread each); strategy bucketed, stage 1 of sharding"
+        f"{said_of_nodes}; timeout_s=60; checkpoints hold: model, optimizer, data",
         f"sixteen rows; run directory {tmp_path / 'run'}",
         "global batch 8 = micro-batch 2 x accumulation 4 x 1 rank",
     ]

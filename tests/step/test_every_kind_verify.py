@@ -54,7 +54,7 @@ def passes(mesh: Mesh, kind: str) -> None:
     report.raise_for_error()
     assert sorted(row.name for row in report.rows) == sorted(names) and report.world_size == 2
     assert all(row.error < 1e-6 for row in report.rows)
-    assert str(report).startswith(f"all {len(names)} gradients on 2 rank(s) ({report.strategy}, ordered)")
+    assert str(report).startswith(f"all {len(names)} gradients on 2 ranks ({report.strategy}, ordered)")
     close(optimizer, model)
 
 

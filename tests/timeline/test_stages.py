@@ -167,15 +167,15 @@ def test_the_lines_say_the_bubble_its_formula_and_the_slow_stage(tmp_path):
     assert lines[:5] == [
         "time   750 ms a step on average over 6 = compute 480 ms (64.0%) + pipeline bubble 270 ms (36.0%)",
         "bubble 36.0% of the 750 ms from the first forward to the last backward: fill 5.0 ms + steady state "
-        "255 ms + drain 10 ms on average over 2 ranks; for equal stages (p-1)/(m+p-1) of 1f1b is 11.1%, "
+        "255 ms + drain 10 ms on average over 2 ranks; with equal stages 1f1b has (p-1)/(m+p-1) = 11.1%, "
         "p = 2 ranks, m = 8 micro-batches",
         "       stage 0 (rank 0): fill 0.0 ms + steady state 510 ms + drain 0.0 ms; per micro-batch forward "
         "10 ms, backward 20 ms",
         "       stage 1 (rank 1): fill 10 ms + steady state 0.0 ms + drain 20 ms; per micro-batch forward "
         "30 ms, backward 60 ms",
         "slow   stage 1 (rank 1) takes 3.0 times as long per micro-batch as the others: forward 30 ms, "
-        "theirs 10 ms; backward 60 ms, theirs 20 ms. Simulated, the bubble is 36.0% with it, and 11.1% "
-        "with equal stages: cut it",
+        "theirs 10 ms; backward 60 ms, theirs 20 ms. Simulated, the bubble is 36.0%, and 11.1% with "
+        "equal stages: move layers to another stage",
     ]
     (advice,) = found.advice
     assert advice.cause == "slow stage" and advice.text.startswith("Stage 1 takes 3.0 times as long")

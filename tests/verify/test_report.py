@@ -24,9 +24,7 @@ def report_of(*rows: GradientRow) -> Report:
 def test_the_table_shows_twenty_and_counts_the_rest() -> None:
     rows = [GradientRow(f"layer.{i}.weight", i > 21, 1.0 if i <= 21 else 0.0, 2.0, "", 0) for i in range(30)]
     text = str(report_of(*rows))
-    assert text.startswith(
-        "22 of 30 gradients on 2 rank(s) (bucketed, ordered) are not those of one process\n"
-    )
+    assert text.startswith("22 of 30 gradients on 2 ranks (bucketed, ordered) are not those of one process\n")
     assert text.count("layer.") == 20 and "\n  and 10 more, 2 of them wrong\n" in text
 
 
