@@ -145,7 +145,7 @@ BUDGET = {
     "shm": 2040,
     "state": 1720,
     "step": 2705,
-    "timeline": 4930,
+    "timeline": 4960,
     "verify": 745,
 }
 MAX_FILE_LINES = 800

@@ -146,7 +146,7 @@ class Loader:
         self.num_micro_batches = _require_multiple(batch_size, micro_batch_size)
         if not 0 <= seed <= MASK_64:
             raise ValueError(f"expected 0 <= seed < 2**64, got {seed}: choose a seed that fits in 64 bits")
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.num_workers = seed, shuffle, num_workers
         if open_shard is not None:
             if not hasattr(dataset, "__getitem__") or isinstance(dataset, str | bytes):
                 raise TypeError(f"open_shard: expected a list of shards, got {type(dataset).__name__}")

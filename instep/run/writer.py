@@ -168,6 +168,7 @@ def trace_head(training: ScriptTraining) -> Fields:
         pp=mesh.axes.size("pp"),
         schedule=config.parallel.schedule,
         cuts=config.parallel.cuts,
+        num_workers=max((loader.num_workers for loader in training.registered.loaders.values()), default=0),
     )
     num_parameters = sum(shape_of(p).numel() for p in training.module.parameters())
     head = {"setting": asdict(setting), "optimizer": config.optim.name, "num_parameters": num_parameters}

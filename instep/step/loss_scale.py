@@ -35,7 +35,7 @@ class LossScale(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        # A loop that was left by an error may be collected inside of another mode, such as torch.device, or in
+        # A loop that was left by an error may be collected inside another mode, such as torch.device, or in
         # another thread.
         stack = _get_current_function_mode_stack()
         if self in stack:

@@ -50,6 +50,7 @@ from instep.timeline.predict import (
 )
 from instep.timeline.run_setting import RunSetting
 from instep.timeline.stages import SlowStage
+from instep.timeline.straggler import DATA as DATA_PHASE
 from instep.timeline.straggler import PHASES, SlowRank
 
 WORTH_IT = 0.01  # of the median step
@@ -243,8 +244,8 @@ def advise(
 def slow_rank(run: RunMeasurements) -> Advice | None:
     """If it were as fast as the others, the step would be shorter by what they wait for it."""
     slow = run.slow
-    if slow is None:
-        return None
+    if slow is None or (slow.phase == DATA_PHASE and run.setting.num_workers):
+        return None  # while the others wait for it, their workers read ahead: they may be no faster
     what = SLOW_IN.get(slow.phase, f"is slower than the others in {slow.phase}")
     return run.advice(
         "slow rank",
@@ -278,7 +279,10 @@ def loader(run: RunMeasurements) -> Advice | None:
 
     A little of a step is the reading itself: a loader in the background does it all the same.
     """
-    data_s, setting = run.part_s(DATA), run.setting
+    setting = run.setting
+    if setting.num_workers:
+        return more_workers(run)
+    data_s = run.part_s(DATA)
     if data_s < LOADING * run.step_s:
         return None
     rest_s = max(run.step_s - data_s, 0.0)
@@ -295,6 +299,30 @@ def loader(run: RunMeasurements) -> Advice | None:
         f"Every rank waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data while "
         "nothing computes: load the next batch in a worker process, num_workers=1 of the loader.",
         f"{how}.",
+    )
+
+
+def more_workers(run: RunMeasurements) -> Advice | None:
+    """Workers that read ahead and are waited for deliver a batch per step; one more makes them faster.
+
+    The rank that waits longest shows the most: the workers of the others read while these wait for it.
+    """
+    row = max(run.breakdowns, key=lambda row: row.parts.get(DATA, 0.0) * _typical(row))
+    data_s, num = row.parts.get(DATA, 0.0) * _typical(row), run.setting.num_workers
+    if (
+        data_s < LOADING * run.step_s
+        or run.setting.ranks_per_host * (run.setting.threads + num) >= run.setting.cores
+    ):
+        return None
+    return run.advice(
+        "loader",
+        min(data_s, run.step_s / (num + 1)),
+        run.waited(DATA, [row]),
+        f"Rank {row.rank} waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data, though "
+        f"{num} worker process{'es read' if num > 1 else ' reads'} ahead on each rank: give the loader "
+        f"num_workers={num + 1}.",
+        f"a batch every {in_ms(run.step_s * num / (num + 1))} instead of every {in_ms(run.step_s)}, as there are "
+        "idle cores for more workers.",
     )
 
 

@@ -26,6 +26,7 @@ class RunSetting:
     pp: int = 1  # ranks of a pipeline
     schedule: str = ""  # of a pipeline; "": there is none
     device: str = "cpu"
+    num_workers: int = 0  # processes that read for a rank
     cuts: str | Sequence[int] = ""  # what a pipeline is cut by, or where: its stages' first layers
 
     @property
@@ -51,5 +52,5 @@ def _can_be(name: str, value: object) -> bool:
         return isinstance(value, list) and all(type(x) is int and 1 <= x <= MOST for x in value)
     if isinstance(value, bool) or not isinstance(value, int | float if name == "bucket_mb" else int):
         return False
-    least = 0 if name in ("bucket_mb", "num_leaves", "micro_size") else 1
+    least = 0 if name in ("bucket_mb", "num_leaves", "micro_size", "num_workers") else 1
     return least <= value <= MOST

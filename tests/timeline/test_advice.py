@@ -175,6 +175,17 @@ def test_a_loader_that_takes_longer_than_all_else_stays_the_limit() -> None:
     assert only.gain_ms == pytest.approx(200)  # 1 s becomes 0.8 s
 
 
+def test_a_loader_that_has_workers_is_advised_more_of_them_where_cores_are_idle() -> None:
+    """While rank 0 waits for rank 1, its workers read ahead: it may be no faster, so no rank is to blame."""
+    ranks = [rank(0, compute=0.4, waiting=0.6), rank(1, compute=0.4, data=0.6)]
+    slow = SlowRank(1, "its data", 0, 0.6, 0.6, 50, 0.6)
+    (only,) = ask(ranks, slow=slow, setting=replace(HOST, num_workers=2, cores=16))
+    assert only.cause == "loader"
+    assert "num_workers=3" in only.text
+    assert only.gain_ms == pytest.approx(1000 / 3)
+    assert ask(ranks, slow=slow, setting=replace(HOST, num_workers=2, cores=2)) == []
+
+
 def test_one_rank_s_slow_loader_is_not_everybody_s() -> None:
     ranks = [rank(0, waiting=0.3), rank(1, data=0.3), rank(2, waiting=0.3)]
     found = ask(ranks, slow=SlowRank(1, "its data", 0, 0.3, 0.33, 50, 0.3))
