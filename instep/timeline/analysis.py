@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.events import Event
 from instep.timeline.advice import Advice, advise, in_ms, in_percent
-from instep.timeline.breakdown import PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
+from instep.timeline.breakdown import EXPOSED, PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
 from instep.timeline.bubbles import BACKWARD
 from instep.timeline.bucket_times import BucketRow, bucket_rows
 from instep.timeline.run_setting import MOST, setting_of
@@ -123,8 +123,10 @@ def summary_lines(
     if hidden_s >= 5e-5:
         is_known = slowdowns and hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns)
         slowdown = fmean(slowdowns) if is_known else 0.0
-        slower = f", which makes it {in_percent(slowdown)} slower" if slowdown > 0 else ""
-        yield "", f"{in_ms(hidden_s)} of communication hidden under compute{slower}{_gathers(breakdowns)}"
+        slower = f", which makes compute {in_percent(slowdown)} slower" if slowdown > 0 else ""
+        share = hidden_s / (hidden_s + fmean(row.parts[EXPOSED] for row in breakdowns))
+        hidden = f"{in_percent(share)} of the communication ({in_ms(hidden_s)}) is hidden under compute"
+        yield "", f"{hidden}{slower}{_gathers(breakdowns)}"
     if pipeline is not None and pipeline.num_ranks > 1:
         yield from _pipeline_lines(pipeline)
     if slow is not None:

@@ -150,25 +150,30 @@ def test_a_part_of_next_to_nothing_is_not_said():
 
 
 @pytest.mark.parametrize(
-    ("slowdown", "more"), [(None, ""), (0.0, ""), (0.25, ", which makes it 25 % slower")]
+    ("slowdown", "more"), [(None, ""), (0.0, ""), (0.25, ", which makes compute 25 % slower")]
 )
 def test_hidden_communication_is_said_with_what_it_costs_if_that_is_known(slowdown, more):
-    told = [replace(row(compute=0.1, hidden_s=0.02), slowdown=slowdown), row(1, compute=0.1, hidden_s=0.04)]
+    ranks = [row(rank, compute=0.1, exposed=0.01, hidden_s=0.02 + 0.02 * rank) for rank in range(2)]
+    told = [replace(ranks[0], slowdown=slowdown), ranks[1]]
     assert list(summary_lines(told, None, []))[1] == (
         "",
-        f"30 ms of communication hidden under compute{more}",
+        f"75 % of the communication (30 ms) is hidden under compute{more}",
     )
 
 
 def test_what_next_to_nothing_costs_is_not_said():
     told = [replace(row(compute=0.1, hidden_s=0.0002), slowdown=4.56)]
-    assert list(summary_lines(told, None, []))[1] == ("", "0.2 ms of communication hidden under compute")
+    said = "100 % of the communication (0.2 ms) is hidden under compute"
+    assert list(summary_lines(told, None, []))[1] == ("", said)
 
 
 def test_the_share_of_hidden_gathers_is_said_where_weights_are_gathered():
     gathers = {"gathers_s": 0.01, "gathers_hidden_s": 0.008}
     told = [replace(row(compute=0.1, hidden_s=0.02), **gathers), row(1, compute=0.1, hidden_s=0.02)]
-    said = "20 ms of communication hidden under compute; among it 80 % of the gathers of weights (5.0 ms)"
+    said = (
+        "100 % of the communication (20 ms) is hidden under compute; among it 80 % of the gathers of weights "
+        "(5.0 ms)"
+    )
     assert list(summary_lines(told, None, []))[1] == ("", said)
 
 
