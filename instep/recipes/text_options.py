@@ -19,7 +19,7 @@ PROGRAM = "instep train"
 # Said anew whenever a run is started or resumed.
 LAUNCH = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
 DEMOS: dict[str, dict[str, Any]] = {
-    "overlap": {  # a backward per step and rank, under which most of some seven buckets travel
+    "overlap": {  # one backward per step on each of two ranks, and seven buckets
         "steps": 200,
         "model": {"layers": 4},
         "batch": {"global_size": 8},
@@ -40,8 +40,8 @@ class TrainFlags(flags.LaunchFlags, Config):
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE.toml")] = None
     """Take the settings from this file first; flags override them."""
     demo: Literal["overlap"] | None = None
-    """Take the settings of a demonstration first; flags override them. overlap: several buckets, most of them
-    sent while backward runs."""
+    """Take the settings of a demonstration first; flags override them. overlap: several buckets, all but the
+    last sent while backward runs."""
     preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
     """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
 
