@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -127,8 +129,12 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights_of("", tmp_path_factory.mktemp("untrained"), ranks=1)
 
 
+COURSE = [heading for heading, _ in examples("learn")]  # begins with the lines that the others import
+
+
 def test_every_example_is_tried_here():
     tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS, ALONE, SHARED_MEMORY)]
+    tried += [("learn", heading) for heading in COURSE]
     assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
     fenced = sum(path.read_text().count("```python") for path in PAGES.values())
     assert len(tried) == fenced
@@ -153,6 +159,30 @@ def test_declared_steps_give_the_bits_of_one_rank_and_go_on_where_they_were_save
 @pytest.mark.parametrize("place", OTHERS)
 def test_an_example_of_a_page_runs(place, tmp_path):
     weights_of(example(*place), tmp_path, ranks=2)
+
+
+def run_chapter(text: str, directory: Path) -> None:
+    """One rank's part; what it prints goes into a file of its own."""
+    os.chdir(directory)
+    sys.path.insert(0, str(directory))
+    with Path(f"rank {os.environ['RANK']}").open("w") as out, contextlib.redirect_stdout(out):
+        exec(compile(text, "<chapter>", "exec"), {})
+
+
+def pattern(printed: str) -> list[str]:
+    """The lines of ranks in ``printed``, with a number for each different number with a fraction."""
+    found: dict[str, int] = {}
+    lines = sorted(re.findall(r"^rank \d: .*$", printed, re.MULTILINE))
+    return [re.sub(r"\d+\.\d+", lambda x: f"#{found.setdefault(x[0], len(found))}", line) for line in lines]
+
+
+@pytest.mark.parametrize("heading", COURSE[1:])
+def test_a_chapter_prints_what_its_page_shows_with_the_same_numbers_equal(heading, tmp_path):
+    (tmp_path / "start.py").write_text(example("learn", COURSE[0], ""))
+    launch(run_chapter, (example("learn", heading, ""), tmp_path), ranks=2)
+    printed = "".join((tmp_path / f"rank {rank}").read_text() for rank in range(2))
+    shown = PAGES["learn"].read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    assert pattern(printed) == pattern(EXAMPLE.sub("", shown)) != []
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])

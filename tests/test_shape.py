@@ -124,8 +124,8 @@ BUDGET = {
     "": 960,
     "bench": 5800,
     "checkpoint": 4010,
-    "cli": 925,
-    "comm": 995,
+    "cli": 960,
+    "comm": 1000,
     "data": 1195,
     "elastic": 2040,
     "launch": 1445,
@@ -135,7 +135,7 @@ BUDGET = {
     "net": 2870,
     "pipeline": 4120,
     "plan": 95,
-    "recipes": 845,
+    "recipes": 860,
     "record": 1895,
     "reduce": 2710,
     "replicate": 1690,
@@ -145,7 +145,7 @@ BUDGET = {
     "shm": 2040,
     "state": 1720,
     "step": 2705,
-    "timeline": 4960,
+    "timeline": 4970,
     "verify": 745,
 }
 MAX_FILE_LINES = 800

@@ -20,6 +20,15 @@ WIDTH = 80
 MARGIN = 8  # of a line, as wide as "round 12"
 GAP = 3  # between two messages
 MOST_RANKS = 16
+ALPHA_S, BETA_S = 20e-6, 1e-9  # of the example: sockets on one host, 1 GB/s
+PHASES = {
+    "reduce-scatter": "parts are added on the way; each rank ends with the sum of one",
+    "all-gather": "finished parts are passed on, until each rank has all of them",
+    "scatter": "each rank gets one part",
+    "reduce": "whole tensors are added on the way to one rank",
+    "all-reduce": "two ranks swap whole tensors, and both add",
+    "broadcast": "the sum is copied to the other ranks",
+}
 
 
 def algorithms() -> dict[str, tuple[str, str]]:
@@ -116,13 +125,28 @@ def lines(collective: str, name: str, size: int) -> Iterator[str]:
     yield table.head
     yield "start"
     yield from table.rows([], played.start)
-    for number, (messages, held) in enumerate(played.rounds(), start=1):
+    rounds = list(played.rounds())
+    phases = [{phase_of(message, messages) for message in messages} for messages, _ in rounds]
+    unnamed = set().union(*phases)
+    unnamed = unnamed if len(unnamed) > 1 else set()
+    for number, ((messages, held), found) in enumerate(zip(rounds, phases, strict=True), start=1):
         yield ""
+        yield from (f"{name}: {text}" for name, text in PHASES.items() if name in unnamed & found)
+        unnamed -= found
         yield from _arrows(f"round {number}", messages)
         yield from table.rows(messages, held)
     yield ""
     num_elements = size * played.num_parts
     yield from _account(collective_cost(schedule, size, num_elements), num_elements)
+
+
+def phase_of(message: Message, messages: Sequence[Message]) -> str:
+    """The collective that ``message``, one of a round's ``messages``, is a part of."""
+    if message.sent.of > 1:
+        spread = "scatter" if message.is_first else "all-gather"
+        return spread if message.then == "copy" else "reduce-scatter"
+    is_swap = any((other.sender, other.receiver) == (message.receiver, message.sender) for other in messages)
+    return "broadcast" if message.then == "copy" else "all-reduce" if is_swap else "reduce"
 
 
 class _Table:
@@ -204,7 +228,7 @@ def _arrows(label: str, messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _account(cost: CollectiveCost, S: int) -> Iterator[str]:
-    """Rounds, messages and bytes, for x of ``S`` bytes."""
+    """Rounds, messages and bytes, and the time that they take, for x of ``S`` bytes."""
     rows = {
         "rounds": f"{cost.steps}",
         "messages": f"{sum(cost.messages)}",
@@ -212,5 +236,15 @@ def _account(cost: CollectiveCost, S: int) -> Iterator[str]:
         "bytes sent by all": f"{sum(cost.sent) / S:.4g} S",
     }
     yield from (f"{what:32}{number:>9}" for what, number in rows.items())
+    share = cost.path_bytes / S
     yield ""
-    yield f"time: {cost.steps} alpha + {cost.path_bytes / S:.4g} S beta, for x of S bytes"
+    yield f"time     {cost.steps} alpha + {share:.4g} S beta"
+    yield "alpha    latency: seconds per message, whatever its size"
+    yield "beta     seconds per byte: 1 / bandwidth"
+    yield "S        bytes of x"
+    yield ""
+    yield f"with alpha = {ALPHA_S * 1e6:g} us and beta = {BETA_S * 1e9:g} ns (1 GB/s):"
+    for size, name in ((10**3, "1 kB"), (10**8, "100 MB")):
+        latency_ms, bytes_ms = cost.steps * ALPHA_S * 1e3, share * size * BETA_S * 1e3
+        formula = f"{latency_ms:.3g} ms of latency + {bytes_ms:.3g} ms of bytes"
+        yield f"S = {name:7}{formula} = {latency_ms + bytes_ms:.3g} ms"

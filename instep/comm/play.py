@@ -29,6 +29,8 @@ class Message:
     sent: Piece
     piece: Piece
     cells: tuple[str, ...]  # one per part, in the finest cut of the schedule
+    then: Then
+    is_first: bool  # the receiver's x was empty
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ def play(collective: str, schedule: Schedule, size: int) -> Played:
         cells = [
             _combine(own, new, one.then) for own, new in zip(held[one.receiver][place], content, strict=True)
         ]
+        is_first = not any(held[one.receiver])
         held[one.receiver][place] = cells
-        messages.append(Message(int(one.end), one.sender, one.receiver, one.sent, one.received, tuple(cells)))
+        where = one.sender, one.receiver, one.sent, one.received
+        messages.append(Message(int(one.end), *where, tuple(cells), one.then, is_first))
     return Played(num_parts, start, sorted(messages, key=lambda message: (message.round, message.sender)))
 
 

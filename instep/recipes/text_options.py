@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -18,6 +18,14 @@ from instep.run import flags, toml
 PROGRAM = "instep train"
 # Said anew whenever a run is started or resumed.
 LAUNCH = ("ranks", "min_ranks", "run_dir", "resume", "accept_contract", "fault", "stop_after")
+DEMOS: dict[str, dict[str, Any]] = {
+    "overlap": {  # one backward per step on each of two ranks, and seven buckets
+        "steps": 200,
+        "model": {"layers": 4},
+        "batch": {"global_size": 8},
+        "parallel": {"bucket_mb": 0.5},
+    }
+}
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
@@ -31,6 +39,9 @@ class TrainFlags(flags.LaunchFlags, Config):
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE.toml")] = None
     """Take the settings from this file first; flags override them."""
+    demo: Literal["overlap"] | None = None
+    """Take the settings of a demonstration first; flags override them. overlap: several buckets, all but the
+    last sent while backward runs."""
     preset: Annotated[str | None, tyro.conf.arg(name="model.preset", metavar="|".join(PRESETS))] = None
     """Take layers, width and heads from the usual table of GPT sizes; flags override them."""
 
@@ -85,6 +96,8 @@ def _base(found: TrainFlags) -> Config:
         base = text_config.merge(base, again, source=str(found.run_dir / CONFIG))
     if found.config_file is not None:
         base = text_config.merge(base, toml.load_toml(found.config_file), source=str(found.config_file))
+    if found.demo is not None:
+        base = text_config.merge(base, DEMOS[found.demo], source="command line")
     if found.preset is not None:
         base = text_config.merge(base, {"model": {"preset": found.preset}}, source="command line")
     return base

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from instep.events import GRADIENT_SYNC
@@ -318,11 +319,11 @@ def more_workers(run: RunMeasurements) -> Advice | None:
         "loader",
         min(data_s, run.step_s / (num + 1)),
         run.waited(DATA, [row]),
-        f"Rank {row.rank} waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data, though "
-        f"{num} worker process{'es read' if num > 1 else ' reads'} ahead on each rank: give the loader "
+        f"Rank {row.rank} waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data, "
+        f"though {num} worker process{'es read' if num > 1 else ' reads'} ahead on each rank: give the loader "
         f"num_workers={num + 1}.",
-        f"a batch every {in_ms(run.step_s * num / (num + 1))} instead of every {in_ms(run.step_s)}, as there are "
-        "idle cores for more workers.",
+        f"a batch every {in_ms(run.step_s * num / (num + 1))} instead of every {in_ms(run.step_s)}, as there "
+        "are idle cores for more workers.",
     )
 
 
@@ -484,9 +485,16 @@ def other_buckets(exchanges: RunExchanges) -> Change | None:
         then = model.with_buckets(model.buckets_of(cap_mb))
         return min(saved_s(now, then, exchanges.hiding), exchanges.most_s)
 
-    caps = [cap for cap in CAPS_MB if not bucketed or len(model.buckets_of(cap)) != len(model.sizes)]
+    caps = [
+        cap
+        for smaller, cap in pairwise((0, *CAPS_MB))
+        if smaller * MEBIBYTE < model.bytes  # the first cap that holds all of them is one bucket
+        and (not bucketed or len(model.buckets_of(cap)) != len(model.sizes))
+    ]
     most_s = max(map(gain_s, caps), default=0.0)
-    if most_s < BY_ARITHMETIC * run.step_s:
+    waited = run.waited(GRADIENT_SYNC)
+    noise_s = waited.median_s - waited.low_s  # what that wait differs by from step to step
+    if most_s < max(BY_ARITHMETIC * run.step_s, noise_s):
         return None
     cap_mb = max(cap for cap in caps if gain_s(cap) >= AS_GOOD * most_s)
     sizes = model.buckets_of(cap_mb)
@@ -503,7 +511,7 @@ def other_buckets(exchanges: RunExchanges) -> Change | None:
         run.advice(
             cause,
             gain_s(cap_mb),
-            run.waited(GRADIENT_SYNC),
+            waited,
             text,
             how,
             f"{chosen}--parallel.bucket-mb {cap_mb}",
@@ -516,7 +524,8 @@ def describe_buckets(exchanges: RunExchanges, cap_mb: float, num_then: int) -> t
     """What is wrong with the buckets as they are: the key, and the sentence."""
     setting, model = exchanges.run.setting, exchanges.model
     sizes, total = model.sizes, f"{model.bytes / MEBIBYTE:,.3g} MB"
-    remedy = f"send buckets of {cap_mb:g} MB while backward runs"
+    buckets = f"buckets of {cap_mb:g} MB" if num_then > 1 else "one bucket"
+    remedy = f"send {buckets} while backward runs" if num_then > 1 else f"send {buckets}"
     where = f" ({exchanges.link})" if exchanges.over_link else ""
     if setting.strategy == "naive":
         return "strategy", (
@@ -527,12 +536,12 @@ def describe_buckets(exchanges: RunExchanges, cap_mb: float, num_then: int) -> t
         return "tiny buckets", (
             f"The {total} of gradients travel in {len(sizes)} buckets, each of which costs "
             f"{in_ms(model.cost.latency_s)} whatever its size, {in_ms(model.latencies_s)} per step"
-            f"{where}: send fewer and larger ones, of {cap_mb:g} MB."
+            f"{where}: send {buckets}."
         )
     if exchanges.over_link and setting.strategy == "bucketed" and setting.bucket_mb <= DEFAULT_MB:
         return LINK, (
             f"The exchange of gradients takes {in_ms(model.now().total_s)}, because {exchanges.link}, and "
-            f"buckets of {setting.bucket_mb:g} MB leave too late to hide it: send buckets of {cap_mb:g} MB."
+            f"buckets of {setting.bucket_mb:g} MB leave too late to hide it: send {buckets}."
         )
     if max(sizes) >= ONE_BUCKET * model.bytes:
         share = "All" if len(sizes) == 1 else in_percent(max(sizes) / model.bytes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.events import Event
 from instep.timeline.advice import Advice, advise, in_ms, in_percent
-from instep.timeline.breakdown import PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
+from instep.timeline.breakdown import EXPOSED, PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
 from instep.timeline.bubbles import BACKWARD
 from instep.timeline.bucket_times import BucketRow, bucket_rows
 from instep.timeline.run_setting import MOST, setting_of
@@ -121,7 +121,9 @@ def summary_lines(
     yield "time", _shares(breakdowns)
     hidden_s = fmean(row.hidden_s for row in breakdowns)
     if hidden_s >= WORTH_HIDING * fmean(row.wall_s for row in breakdowns):
-        yield "", f"{in_ms(hidden_s)} of communication ran while ranks computed{_gathers(breakdowns)}"
+        share = hidden_s / (hidden_s + fmean(row.parts[EXPOSED] for row in breakdowns))
+        hidden = f"{in_percent(share)} of the communication ({in_ms(hidden_s)}) ran while ranks computed"
+        yield "", f"{hidden}{_gathers(breakdowns)}"
     if pipeline is not None and pipeline.num_ranks > 1:
         yield from _pipeline_lines(pipeline)
     if slow is not None:

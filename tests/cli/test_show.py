@@ -1,9 +1,11 @@
 """``instep show``: what it prints fits a terminal, and is what the algorithm does."""
 
+from itertools import pairwise
+
 import pytest
 
 from instep.cli.exit_codes import DONE, USAGE
-from instep.cli.show import MOST_RANKS, WIDTH, algorithms, chosen, lines, main
+from instep.cli.show import MOST_RANKS, PHASES, WIDTH, algorithms, chosen, lines, main
 from instep.comm.algorithms import SCHEDULES
 
 EVERY = sorted(set(algorithms().values()))
@@ -22,6 +24,7 @@ start
  rank 1  b    b    b
  rank 2  c    c    c
 
+reduce-scatter: parts are added on the way; each rank ends with the sum of one
 round 1  0 -> 1 [2]   1 -> 2 [0]   2 -> 0 [1]
  rank 0  a   >ca   a
  rank 1  b    b   >ab
@@ -32,6 +35,7 @@ round 2  0 -> 1 [1]   1 -> 2 [2]   2 -> 0 [0]
  rank 1  b   >cab  ab
  rank 2  bc   c   >abc
 
+all-gather: finished parts are passed on, until each rank has all of them
 round 3  0 -> 1 [0]   1 -> 2 [1]   2 -> 0 [2]
  rank 0  bca  ca  >abc
  rank 1 >bca  cab  ab
@@ -47,7 +51,14 @@ messages                               12
 bytes sent by the busiest rank    1.333 S
 bytes sent by all                     4 S
 
-time: 4 alpha + 1.333 S beta, for x of S bytes
+time     4 alpha + 1.333 S beta
+alpha    latency: seconds per message, whatever its size
+beta     seconds per byte: 1 / bandwidth
+S        bytes of x
+
+with alpha = 20 us and beta = 1 ns (1 GB/s):
+S = 1 kB   0.08 ms of latency + 0.00133 ms of bytes = 0.0813 ms
+S = 100 MB 0.08 ms of latency + 133 ms of bytes = 133 ms
 """
 TREE = """\
 broadcast by tree on 6 ranks (instep/comm/binomial_tree.py)
@@ -87,6 +98,25 @@ def test_every_line_fits_a_terminal(collective, name):
         printed = list(lines(collective, name, size))
         assert max(map(len, printed)) <= WIDTH
         assert not any(line != line.rstrip() for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("word", "size", "phases"),
+    [
+        ("naive", 4, {1: "reduce", 4: "broadcast"}),
+        ("direct", 4, {1: "reduce-scatter", 4: "all-gather"}),
+        ("halving-doubling", 4, {1: "reduce-scatter", 3: "all-gather"}),
+        ("halving-doubling", 3, {1: "reduce", 2: "reduce-scatter", 3: "all-gather", 4: "broadcast"}),
+        ("recursive-doubling", 3, {1: "reduce", 2: "all-reduce", 3: "broadcast"}),
+        ("scatter-allgather", 6, {1: "scatter", 3: "all-gather"}),
+        ("recursive-doubling", 4, {}),  # one phase alone needs no name
+        ("all-gather-ring", 4, {}),
+    ],
+)
+def test_an_algorithm_of_several_collectives_names_each_where_it_begins(word, size, phases):
+    printed = list(lines(*chosen(word), size))
+    named = {after: line for line, after in pairwise(printed) if line.partition(": ")[0] in PHASES}
+    assert {int(after.split()[1]): line.partition(": ")[0] for after, line in named.items()} == phases
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_flags_override_the_file_and_the_file_the_recipe(toml):
     assert (config.model.layers, config.model.width, config.model.heads) == (6, 768, 6)
 
 
+def test_a_demonstration_yields_to_other_flags():
+    config = parse(["--model.width", "64", "--demo", "overlap"])
+    assert (config.model.width, config.parallel.strategy) == (64, "bucketed")
+    weights = 12 * config.model.layers * 128**2 * 4 / 2**20  # of the blocks alone, in MiB
+    assert config.parallel.bucket_mb < weights / 5
+    assert config.num_leaves == 2  # two ranks have one backward each, and all of it can hide messages
+
+
 def test_a_preset_overrides_the_file_and_yields_to_other_flags(toml):
     model = parse(["--config", str(toml), "--model.layers", "3", "--model.preset", "medium"]).model
     assert (model.layers, model.width, model.heads) == (3, 1024, 16)

@@ -316,6 +316,25 @@ def test_naive_is_told_to_fill_buckets_and_to_overlap() -> None:
     assert total_s - 0.050 < first.gain_ms / 1e3 < total_s
 
 
+def test_no_bucket_is_larger_than_what_there_is_to_send() -> None:
+    sizes = [32 * 1024] * 54  # 1.7 MB
+    ranks = [rank(r, exposed=54 * LATENCY_S + S_PER_BYTE * sum(sizes)) for r in range(2)]
+    naive, *_ = ask(ranks, buckets(sizes, late=True), replace(HOST, strategy="naive", cores=2))
+    assert naive.try_ == "--parallel.strategy bucketed --parallel.bucket-mb 2"
+    assert naive.text.endswith("for them: send one bucket.")
+    tiny, *_ = ask(ranks, buckets(sizes), replace(HOST, bucket_mb=0.01, cores=2))
+    assert (tiny.cause, tiny.try_) == ("tiny buckets", "--parallel.bucket-mb 2")
+
+
+def test_other_buckets_must_gain_more_than_the_wait_for_them_differs_by() -> None:
+    rows, exposed = buckets([8 * MB] * 4), 0.24
+    ranks = [rank(r, exposed=exposed) for r in range(2)]
+    gain_s = ask(ranks, rows, LINK)[0].gain_ms / 1e3
+    for low, said in ((1 - 0.9 * gain_s / exposed, [True]), (1 - 1.1 * gain_s / exposed, [])):
+        noisy = [replace(row, losses=steady(row, low)) for row in ranks]
+        assert ["buckets" in one.text for one in ask(noisy, rows, LINK) if not one.changes_training] == said
+
+
 def test_naive_without_idle_cores_saves_its_latencies() -> None:
     sizes = [256 * 1024] * 64 + [512 * 1024] * 64  # 48 MB
     rows = buckets(sizes, late=True, s_per_byte=1e-9)

@@ -151,9 +151,9 @@ def test_a_part_of_next_to_nothing_is_not_said():
 
 
 def test_hidden_communication_is_said_where_it_is_worth_a_line():
-    told = [row(compute=0.1, hidden_s=0.02), row(1, compute=0.1, hidden_s=0.04)]
+    told = [row(rank, compute=0.1, exposed=0.01, hidden_s=0.02 + 0.02 * rank) for rank in range(2)]
     assert list(summary_lines(told, None, []))[1:] == [
-        ("", "30 ms of communication ran while ranks computed")
+        ("", "75 % of the communication (30 ms) ran while ranks computed")
     ]
     assert len(list(summary_lines([row(compute=0.1, hidden_s=0.0002)], None, []))) == 1
 
@@ -168,7 +168,7 @@ def test_no_line_has_a_negative_or_absurd_percentage(slowdown):
 def test_the_share_of_hidden_gathers_is_said_where_weights_are_gathered():
     gathers = {"gathers_s": 0.01, "gathers_hidden_s": 0.008}
     told = [replace(row(compute=0.1, hidden_s=0.02), **gathers), row(1, compute=0.1, hidden_s=0.02)]
-    said = "20 ms of communication ran while ranks computed, among it 80 % of the gathers of weights (5.0 ms)"
+    said = "100 % of the communication (20 ms) ran while ranks computed, among it 80 % of the gathers of weights (5.0 ms)"
     assert list(summary_lines(told, None, []))[1] == ("", said)
 
 
