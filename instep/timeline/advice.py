@@ -320,8 +320,7 @@ def more_workers(run: RunMeasurements) -> Advice | None:
         min(data_s, run.step_s / (num + 1)),
         run.waited(DATA, [row]),
         f"Rank {row.rank} waits {in_ms(data_s)} per step ({in_percent(data_s / run.step_s)}) for its data, "
-        f"though {num} worker process{'es read' if num > 1 else ' reads'} ahead on each rank: give the loader "
-        f"num_workers={num + 1}.",
+        f"though the loader of each rank reads ahead with num_workers={num}: give it num_workers={num + 1}.",
         f"a batch every {in_ms(run.step_s * num / (num + 1))} instead of every {in_ms(run.step_s)}, as there "
         "are idle cores for more workers.",
     )

@@ -168,7 +168,10 @@ def test_no_line_has_a_negative_or_absurd_percentage(slowdown):
 def test_the_share_of_hidden_gathers_is_said_where_weights_are_gathered():
     gathers = {"gathers_s": 0.01, "gathers_hidden_s": 0.008}
     told = [replace(row(compute=0.1, hidden_s=0.02), **gathers), row(1, compute=0.1, hidden_s=0.02)]
-    said = "100 % of the communication (20 ms) ran while ranks computed, among it 80 % of the gathers of weights (5.0 ms)"
+    said = (
+        "100 % of the communication (20 ms) ran while ranks computed, "
+        "among it 80 % of the gathers of weights (5.0 ms)"
+    )
     assert list(summary_lines(told, None, []))[1] == ("", said)
 
 
