@@ -140,7 +140,7 @@ BUDGET = {
     "reduce": 2710,
     "replicate": 1690,
     "rng": 410,
-    "run": 5105,
+    "run": 5110,
     "shard": 4205,
     "shm": 2040,
     "state": 1720,

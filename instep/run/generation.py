@@ -153,8 +153,8 @@ class AfterSteps:
         saves, best = not is_saved and (stop or self._is_due(config.checkpoint.every)), False
         if made is not None and training.steps_done > self.writer.written:
             training.heartbeat.enter("gather")
+            held_out = self._evaluate() if self._is_due(config.eval.every) else None
             with bookkeeping("ledger"):
-                held_out = self._evaluate() if self._is_due(config.eval.every) else None
                 best = self._is_best(made, held_out)
                 training.heartbeat.enter("ledger")
                 self.writer.step(made, held_out, last=training.steps_done == self.last or stop)

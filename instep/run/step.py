@@ -175,7 +175,7 @@ class StepWork:
         self._watching.enter_context(self.search.watched())  # past what was injected
         self._unregistered.begin()
         training.timing.begin(training.steps_done)
-        with training.mesh.recorder.span("begin", lane="host"):
+        with training.timing.bookkeeping("begin"):
             self._began = time.monotonic()
             self._logged, self._norms, self._judged, self._skipped = {}, [], False, ""
             self._num_updates = training.registered.num_updates.total()

@@ -46,10 +46,13 @@ class Timing:
     @contextmanager
     def bookkeeping(self, name: str) -> Iterator[None]:
         """A span of the run's own, one of ``BOOKKEEPING``, by which no script is slow."""
-        with self.recorder.span(name, lane="host"):
-            begun_ns = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
+        try:
             yield
-            self._bookkeeping_ns += time.monotonic_ns() - begun_ns
+        finally:
+            end_ns = time.monotonic_ns()
+            self.recorder.put(name, start_ns, end_ns, lane="host")
+            self._bookkeeping_ns += end_ns - start_ns
 
     def end(self) -> None:
         """The last step has ended."""
@@ -63,7 +66,7 @@ class Timing:
         """The step is made, but for what follows it, which is host code: the seconds of it in which messages
         travelled, in which another rank was not ready, and in which a pipeline's other stages were waited
         for."""
-        with self.recorder.span("timing", lane="host"):
+        with self.bookkeeping("timing"):
             self._made = made = sums(self.recorder.so_far())
             if made is None:
                 return 0.0, 0.0, 0.0

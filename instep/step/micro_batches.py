@@ -187,7 +187,7 @@ class DeclaredStep:
         plan = replace(self.reducer.assign(num_micro_batches), step=step)
         if source is None:
             return plan
-        return replace(plan, data_position=source.position, data_identity=source.identity)
+        return replace(plan, data_position=source.position, data_identity=source.identity, data=source)
 
     @contextmanager
     def begun(self, plan: StepPlan, source: DataSource | None = None) -> Iterator[Sequence[int]]:
@@ -203,7 +203,7 @@ class DeclaredStep:
             own = plan.leaves[reducer.group.rank]
             if own and not reducer.sharded:
                 reducer.has_zeros(zeroed)
-            self.inputs.begin(plan.leaves, declared=True, source=source)
+            self.inputs.begin(plan.leaves, declared=True, source=plan.data)
             if self.statistics.norms:
                 reducer.statistics = self.statistics
         self._step, self._open = plan.step, plan

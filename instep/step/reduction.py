@@ -41,7 +41,7 @@ from instep.reduce.node_format import IN_FLOAT32, NodeFormat
 from instep.reduce.owners import GradientPeers, entry
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
-from instep.step.input_digest import InputDigest
+from instep.step.input_digest import HasDigest, InputDigest
 from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.step.running_statistics import RunningStatistics
 
@@ -84,6 +84,7 @@ class StepPlan:
     step: int = -1
     data_position: int = -1
     data_identity: int = 0
+    data: HasDigest | None = None
 
 
 @dataclass(frozen=True)

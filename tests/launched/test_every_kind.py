@@ -168,7 +168,8 @@ def test_resumed_again_and_again_with_the_state_divided_otherwise(
     assert_same_run(path, undisturbed)
     found, made = summary(path), STEPS // 2 + 1 - len(legs)
     assert found["first_step"] == STEPS - made
-    shown = f"steps  {STEPS}; the last {made} on {found['world_size']} ranks, {found['strategy']}"
+    ranks = "1 rank" if found["world_size"] == 1 else f"{found['world_size']} ranks"
+    shown = f"steps  {STEPS}; the last {made} on {ranks}, {found['strategy']}"
     assert shown in ended.out
     # No figure of the ranks and the stages before: neither their steps, nor that weights were gathered.
     assert [row["steps"] for row in found["breakdown"]] == [made] * found["world_size"]
