@@ -10,10 +10,8 @@ FOLDER has what save_pretrained() writes: config, weights, tokenizer. Nothing is
 
 import argparse
 import json
-import os
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 import torch
 import transformers
 from torch.nn.functional import cross_entropy

@@ -96,7 +96,6 @@ def test_what_is_missing_is_named(
     if removed:
         path = tmp_path / removed
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said = ["--weights", str(tmp_path / "model"), "--data", str(tmp_path / "data"), *words]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *said])
     with pytest.raises(SystemExit) as ended:
