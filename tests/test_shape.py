@@ -145,7 +145,7 @@ BUDGET = {
     "run": 5117,
     "shard": 4205,
     "shm": 2040,
-    "state": 1725,
+    "state": 1727,
     "step": 2705,
     "timeline": 4970,
     "verify": 745,
