@@ -65,7 +65,12 @@ OTHERS = [
     ("strategies", "Fewer bytes", "instep.init()\n"),
 ]
 # Which the tests do not need.
-FRAMEWORKS = [*[("use", "accelerate and transformers", "")] * 2, ("use", "Lightning", "")]
+FRAMEWORKS = {
+    "transformers": ("huggingface", "Trainer", ""),
+    "accelerate": ("huggingface", "accelerate", ""),
+    "peft": ("huggingface", "peft", ""),
+    "lightning": ("use", "Lightning", ""),
+}
 ALONE = ("strategies", "Threads", "")
 SHARED_MEMORY = ("shm", "Shared memory", "")
 
@@ -133,7 +138,7 @@ COURSE = [heading for heading, _ in examples("learn")]  # begins with the lines 
 
 
 def test_every_example_is_tried_here():
-    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS, ALONE, SHARED_MEMORY)]
+    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS.values(), ALONE, SHARED_MEMORY)]
     tried += [("learn", heading) for heading in COURSE]
     assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
     fenced = sum(path.read_text().count("```python") for path in PAGES.values())
@@ -185,12 +190,14 @@ def test_a_chapter_prints_what_its_page_shows_with_the_same_numbers_equal(headin
     assert pattern(printed) == pattern(EXAMPLE.sub("", shown)) != []
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_example_of_a_framework_runs_where_it_is_installed(framework, tmp_path):
     if find_spec(framework) is None:  # which imports nothing: lightning leaves a variable in the environment
         pytest.skip(f"{framework} is not installed")
-    place = FRAMEWORKS[-1 if framework == "lightning" else 0]
-    weights_of(example(*place, last=framework == "transformers"), tmp_path, ranks=2)
+    text = example(*FRAMEWORKS[framework])
+    trained = weights_of(text, tmp_path / "two", ranks=2)
+    if framework == "peft":  # a declared loop
+        assert weights_of(text, tmp_path / "alone", ranks=1) == trained
 
 
 def test_threads_are_of_one_process(untrained, tmp_path):

@@ -71,7 +71,13 @@ class Saver:
         self._flight: _Flight | None = None
 
     def save(
-        self, directory: Path, state: State, draft: Manifest, keep: int = 3, copy: Copy | None = None
+        self,
+        directory: Path,
+        state: State,
+        draft: Manifest,
+        keep: int = 3,
+        copy: Copy | None = None,
+        frozen: bool = True,
     ) -> None:
         """As :func:`instep.checkpoint.save.save`, but return once the tensors are copied. Collective.
 
@@ -88,7 +94,7 @@ class Saver:
         directory, step = Path(directory), draft.step
         if state.group.size > 1:
             self._enter("gather")
-        plan = saving.plan(state, directory / files.step_name(step))
+        plan = saving.plan(state, directory / files.step_name(step), frozen)
         final = plan.completed(draft)
         final = replace(final, extra=_frozen(final.extra))
         if plan.exists and saving.already_saved(directory, final, plan, keep, state.group, self._beat):

@@ -1,31 +1,44 @@
 """Any checkpoint, sharded or not, as one plain safetensors file, which any other program reads.
 
-    python -m instep.checkpoint.convert runs/first/checkpoints/step-00000100 model.safetensors
-
 The tensors pass through memory a few megabytes at a time: a model needs to fit into none.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from instep.checkpoint import files, load
-from instep.errors import CheckpointRejected
+from instep.checkpoint.manifest import MANIFEST_FILE
 from instep.regular_files import create
 from instep.state.shards import MODEL, OPTIMIZER
 from instep.state.stored import CODES, Source
 
 CHUNK_BYTES = 8 << 20
-REJECTED = 3  # the exit code, as the command has it
 CODE_OF = {dtype: code for code, dtype in CODES.items()}
+
+
+def find(path: str | os.PathLike[str]) -> load.Found:
+    """The checkpoint ``path``, or the newest one that verifies in the run, or the folder, ``path``.
+
+    Raises:
+        CheckpointRejected: none verifies.
+        ValueError: there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST_FILE).exists() or files.step_of(path.name) is not None:
+        return load.Found(path, load.verify(path))
+    inside = path / "checkpoints"  # of a run
+    found = load.newest(inside if inside.is_dir() else path, published=True)
+    if found is None:
+        problem = "has no checkpoint" if path.is_dir() else "is no folder"
+        raise ValueError(f"{path} {problem}: expected a run, the checkpoints/ of one, or a checkpoint")
+    return found
 
 
 def to_safetensors(
@@ -41,19 +54,25 @@ def to_safetensors(
         CheckpointRejected: the checkpoint does not verify.
         FileExistsError: ``out`` is there.
     """
-    path, out = Path(path), Path(out)
-    source = load.open_source(path, load.verify(path))
-    files.refuse_existing(out)
+    found = find(path)
+    source = load.open_source(found.path, found.manifest)
     kinds = (MODEL, OPTIMIZER) if optimizer else (MODEL,)
-    chosen = [name for name in source.tensors if name.startswith(kinds)]
+    names = {name.partition(":")[2]: name for name in source.tensors if name.startswith(kinds)}
+    return write(source, names, Path(out))
+
+
+def write(source: Source, names: Mapping[str, str], out: Path) -> Path:
+    """Write the tensors ``names``, each with its name in ``source``, to the new file ``out``."""
+    files.refuse_existing(out)
     # Wide elements first, then every tensor begins on a multiple of its element.
-    chosen.sort(key=lambda name: (-source.tensors[name].dtype.itemsize, name))
+    order = sorted(names, key=lambda name: (-source.tensors[names[name]].dtype.itemsize, name))
+    chosen = {name: names[name] for name in order}
     new = files.temporary(out)
     fd = create(new, 0o600)
     try:
         with files.naming(new), os.fdopen(fd, "wb") as file:
             file.write(_header(source, chosen))
-            for data in _chunks(source, chosen):
+            for data in _chunks(source, chosen.values()):
                 file.write(data)
         files.sync(new)
         os.link(new, out)  # unlike a rename, it replaces nothing
@@ -64,47 +83,25 @@ def to_safetensors(
     return out
 
 
-def _header(source: Source, names: list[str]) -> bytes:
+def _header(source: Source, names: Mapping[str, str]) -> bytes:
     """Length, then JSON that says where each tensor is, filled up to a multiple of 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **source.ties}}
+    ties = {name: first for name, first in source.ties.items() if first in names}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **ties}}
     end = 0
-    for name in names:
-        entry = source.tensors[name]
+    for name, stored in names.items():
+        entry = source.tensors[stored]
         begin, end = end, end + entry.numel * entry.dtype.itemsize
         where = {"dtype": CODE_OF[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-        entries[name.partition(":")[2]] = where
+        entries[name] = where
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(source: Source, names: list[str]) -> Iterator[memoryview]:
+def _chunks(source: Source, names: Iterable[str]) -> Iterator[memoryview]:
     for name in names:
         entry = source.tensors[name]
         count = CHUNK_BYTES // entry.dtype.itemsize
         for first in range(0, entry.numel, count):
             flat = source.read(name, first, min(first + count, entry.numel))
             yield flat.view(torch.uint8).numpy().data
-
-
-def main() -> None:
-    """The command in this module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m instep.checkpoint.convert", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="its directory, such as .../step-00000100")
-    parser.add_argument("out", type=Path, help="the file to write")
-    parser.add_argument("--optimizer", action="store_true", help="write the optimizer's moments, too")
-    given = parser.parse_args()
-    steps = files.step_directories(given.checkpoint)
-    if steps:
-        parser.error(f"{given.checkpoint} holds several checkpoints: name one, such as {steps[0][1]}")
-    try:
-        to_safetensors(given.checkpoint, given.out, optimizer=given.optimizer)
-    except CheckpointRejected as error:
-        print(error, file=sys.stderr)
-        sys.exit(REJECTED)
-    except OSError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -210,10 +210,17 @@ def restore(
     values = all_or_none(group, "the reading of a state", lambda: state.read(source, options), errors=errors)
 
     def check() -> None:
-        if sha256 is None:  # of more than this state
+        if sha256 is None and not source.frozen:  # of more than this state
             return
-        digest, _ = SharedHash(state.group).digests(state.owned(values), step)
-        if digest != sha256:
+        digest, parts = SharedHash(state.group).digests(state.owned(values), step)
+        other = [name for name, saved in source.frozen.items() if parts[name] != saved]
+        if other:
+            raise CheckpointRejected(
+                f"it was saved without {len(source.frozen)} frozen weights, and {len(other)} of them have "
+                f"other values in this model, {other[0]!r} first: build the base model that it was trained "
+                "with"
+            )
+        if sha256 is not None and digest != sha256:
             raise CheckpointRejected(
                 f"expected a state of hash {sha256[:12]}..., got {digest[:12]}... in what was read: "
                 "altered; take another checkpoint"
@@ -265,7 +272,7 @@ def open_source(path: Path, found: Manifest) -> Source:
     if found.pieces is not None:
         stored, ties = stored_from_json(found.pieces)
         _require_files(path, stored, readers)
-        return Source(stored, readers, ties)
+        return Source(stored, readers, ties, found.frozen)
     stored, ties = {}, {}
     for place, reader in readers.items():
         for name, (shape, dtype) in reader.contents.layout.items():
@@ -273,7 +280,7 @@ def open_source(path: Path, found: Manifest) -> Source:
             stored[reader.kind + name] = StoredTensor(shape, dtype, (Extent(0, numel, place),))
         if reader.kind == MODEL:
             ties |= reader.contents.ties
-    return Source(stored, readers, ties)
+    return Source(stored, readers, ties, found.frozen)
 
 
 def _kind(file: str) -> str:

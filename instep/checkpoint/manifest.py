@@ -74,12 +74,19 @@ class Manifest:
         require_json("numerical", self.numerical)
         require_json("extra", self.extra)
         require_json("pieces", self.pieces)
+        _require_mapping("frozen", self.frozen, str, "text")
 
     @property
     def is_best(self) -> bool:
         """Whether a run has saved this one as its best so far (``run/best.py``)."""
         best = self.extra.get("best")
         return isinstance(best, list) and len(best) == 2 and best[1] == self.step
+
+    @property
+    def frozen(self) -> Mapping[str, str]:
+        """The frozen parameters that were left out, each with 16 digits of its hash."""
+        found: Mapping[str, str] = self.extra.get("frozen", {})
+        return found
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``: indented JSON with sorted keys and a hash of all the rest."""

@@ -30,7 +30,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -65,18 +65,26 @@ MESSAGE_BYTES = 1 << 26  # of what a rank tells of its part
 SAID_BYTES = 1 << 20
 
 
-def save(directory: Path, state: State, draft: Manifest, *, keep: int = 3, timeout_s: float = 300.0) -> Path:
+def save(
+    directory: Path,
+    state: State,
+    draft: Manifest,
+    *,
+    keep: int = 3,
+    frozen: bool = True,
+    timeout_s: float = 300.0,
+) -> Path:
     """Write ``directory/step-<step>`` and return its path once it has been verified on the disk.
 
-    ``draft`` says all that is not in ``state``; it needs no hash and no files. Collective over
-    ``state.group``.
+    ``draft`` says all that is not in ``state``; it needs no hash and no files. Without ``frozen`` only the
+    hashes of frozen parameters are written. Collective over ``state.group``.
 
     Nothing is ever overwritten. If the step is there already, the same state counts as saved, another state
     is a FileExistsError, and what does not verify is first renamed to ``step-<step>.rejected-<random>``. An
     OSError (disk full, read-only) names the path and leaves the checkpoints as they were.
     """
     require_keep(keep)
-    made = plan(state, Path(directory) / files.step_name(draft.step))
+    made = plan(state, Path(directory) / files.step_name(draft.step), frozen)
     draft = made.completed(draft)
     if made.exists and already_saved(directory, draft, made, keep, state.group):
         return Path(directory) / files.step_name(draft.step)
@@ -129,6 +137,7 @@ class Plan:
     runs: tuple[Shard, ...]  # runs of blocks that the shards cut, in memory of their own
     options: Json
     ties: dict[str, str]
+    left_out: tuple[str, ...]  # frozen parameters, of which only the hashes are written
     token: str  # drawn by the first rank
     exists: bool  # whether the first rank sees a checkpoint of that step already
 
@@ -147,12 +156,27 @@ class Plan:
         return assemble(
             {
                 file_of(kind, rank, self.num_ranks): [
-                    x for x in without_ties(shards, self.ties) if x.name.startswith(kind)
+                    x for x in self.written(shards) if x.name.startswith(kind)
                 ]
                 for rank, shards in enumerate(self.by_rank)
                 for kind in KINDS
             }
         )
+
+    def written(self, shards: Iterable[Shard]) -> list[Shard]:
+        """Those of ``shards`` that are in files."""
+        left_out = {MODEL + name for name in self.left_out}
+        return [x for x in without_ties(shards, self.ties) if x.name not in left_out]
+
+    @property
+    def written_ties(self) -> dict[str, str]:
+        return {name: first for name, first in self.ties.items() if first not in self.left_out}
+
+    def hashed_draft(self, draft: Manifest, told: Sequence[bytes]) -> Manifest:
+        """``draft`` with the hash of the state, and of what is left out, by the digests of all ranks."""
+        sha256, parts = self.table.digests(told, draft.step)
+        frozen = {"frozen": {name: parts[name] for name in self.left_out}} if self.left_out else {}
+        return replace(draft, state_sha256=sha256, extra={**draft.extra, **frozen})
 
     def completed(self, draft: Manifest) -> Manifest:
         """``draft`` with what of the optimizer is no tensor."""
@@ -171,8 +195,10 @@ def file_of(kind: str, rank: int, num_ranks: int) -> str:
     return f"{name}.safetensors" if num_ranks == 1 else f"{name}-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
-def plan(state: State, path: Path) -> Plan:
+def plan(state: State, path: Path, frozen: bool = True) -> Plan:
     """Compare what the ranks have, which is to become ``path``. Collective over ``state.group``.
+
+    Without ``frozen``, parameters that are frozen on all of them are left out.
 
     Raises:
         CheckpointRejected: what they have is not one whole state, or one of them raised.
@@ -186,7 +212,7 @@ def plan(state: State, path: Path) -> Plan:
         own = state.owned()
         tensors.require_writable({x.name: x.tensor for x in own})
         said = {"rows": shards_to_json(own), "options": state.options(), "token": token, "exists": exists}
-        return own, json.dumps(said).encode()
+        return own, json.dumps({**said, "frozen": [] if frozen else state.frozen()}).encode()
 
     (own, _), everyone = all_tell(
         group,
@@ -207,6 +233,7 @@ def plan(state: State, path: Path) -> Plan:
         runs=tuple(x for x in table.complete(group, own) if x.name in table.cut),
         options=merged([body["options"] for body in bodies]),
         ties=dict(state.ties()),
+        left_out=tuple(x for x in bodies[0]["frozen"] if all(x in body["frozen"] for body in bodies)),
         token=bodies[0]["token"],
         exists=bodies[0]["exists"],
     )
@@ -312,10 +339,9 @@ def already_saved(
         errors=(CheckpointRejected,),
         limit=MESSAGE_BYTES,
     )
-    sha256, _ = plan.table.digests(everyone, draft.step)
 
     def look() -> bool:
-        found = is_saved(path, replace(draft, state_sha256=sha256))
+        found = is_saved(path, plan.hashed_draft(draft, everyone))
         if found:
             _clean_up(path, keep)
         else:
@@ -336,9 +362,8 @@ def _write_first(path: Path, draft: Manifest, plan: Plan, wait: Wait) -> Manifes
         said.unlink()
         data.unlink()
     whole = replace(
-        draft,
-        state_sha256=plan.table.digests(everyone, draft.step)[0],
-        pieces=None if plan.is_plain else stored_to_json(plan.tensors, plan.ties),
+        plan.hashed_draft(draft, everyone),
+        pieces=None if plan.is_plain else stored_to_json(plan.tensors, plan.written_ties),
         files=records,
     )
     files.write_file(path / MANIFEST_FILE, whole.to_bytes())
@@ -349,10 +374,11 @@ def _write(path: Path, plan: Plan, wait: Wait) -> tuple[dict[str, FileRecord], b
     """This rank's files; their records, and the digests of its blocks."""
     records = {}
     for kind in KINDS:
-        stored = without_ties(plan.shards, plan.ties)
-        named = {x.name.removeprefix(kind): x.tensor for x in stored if x.name.startswith(kind)}
+        named = {
+            x.name.removeprefix(kind): x.tensor for x in plan.written(plan.shards) if x.name.startswith(kind)
+        }
         if plan.is_plain and kind == MODEL:  # a file that stands for itself says its ties itself
-            named |= {name: named[first] for name, first in plan.ties.items()}
+            named |= {name: named[first] for name, first in plan.written_ties.items()}
         if named or (plan.is_plain and kind != OBJECT):
             file = path / file_of(kind, plan.rank, plan.num_ranks)
             tensors.write(file, named)

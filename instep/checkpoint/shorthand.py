@@ -64,7 +64,9 @@ class Resumed:
     differences: tuple[str, ...] = ()
 
 
-def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **objects: Any) -> Path:
+def save(
+    directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, frozen: bool = True, **objects: Any
+) -> Path:
     """Save ``objects`` as ``directory/step-00000100``, in safetensors and JSON: whole or not at all.
 
     Call it on every rank. Of replicated models rank 0 writes, and the others return at once. Where weights or
@@ -76,6 +78,8 @@ def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **ob
         directory: of all checkpoints; made if it is not there.
         step: a number of your own, which names the checkpoint.
         keep: the newest so many stay, at least 2.
+        frozen: False leaves frozen parameters out, as those of a base model beside adapters. Their hashes are
+            saved, and ``load`` expects a model that was built with the same values.
         objects: by name: models, wrapped, sharded or neither; their optimizers; whatever else has
             ``state_dict()`` and ``load_state_dict()``, such as a scheduler or an ``instep.Loader``; None is
             left out. Of a wrapper the number of declared steps so far, which keys random numbers, is kept.
@@ -107,7 +111,8 @@ def save(directory: str | os.PathLike[str], /, *, step: int, keep: int = 3, **ob
         numerical=_numerical(state.module),
         world_size=state.everyone.size,
     )
-    return saving.save(Path(directory), state, draft, keep=keep, timeout_s=state.group.timeout_s)
+    timeout_s = state.group.timeout_s
+    return saving.save(Path(directory), state, draft, keep=keep, frozen=frozen, timeout_s=timeout_s)
 
 
 def load(
@@ -302,7 +307,8 @@ def _send(group: Group, root: int, mine: Found | None) -> tuple[Found, Source]:
     image = send(group, root, shards, said, "the sending of a checkpoint")
     path = Path(image.body["path"])
     found = mine or Found(path, parse(image.body["manifest"].encode(), path))
-    return found, Source(assemble({"0": image.shards.values()}), {"0": image}, image.body["ties"])
+    stored = assemble({"0": image.shards.values()})
+    return found, Source(stored, {"0": image}, image.body["ties"], found.manifest.frozen)
 
 
 def _numerical(model: nn.Module) -> dict[str, Scalar]:

@@ -151,6 +151,11 @@ class TrainingState:
         name = shard.name.removeprefix(MODEL)
         return name if name in self._parameters else None
 
+    def frozen(self) -> list[str]:
+        """The frozen parameters, but those that an optimizer has stepped: the script builds their values."""
+        stepped = {id(x.parameter) for x in self.steps.held.values() if self.steps.state_of(x)}
+        return [name for name, p in self._parameters.items() if not p.requires_grad and id(p) not in stepped]
+
     def options(self) -> Json:
         """What of it is no tensor, as this rank knows it (see ``merged``).
 
@@ -218,7 +223,10 @@ class TrainingState:
         wanted = list(self._model(buffers))
         if self.optimizers:
             wanted += self._moments_in(source, len(self._parameters) + len(buffers))
-        found = [*(_read(source, shard, firsts) for shard in wanted), *self._beside_in(source)]
+        found = [
+            *(x if self._is_left_out(source, x) else _read(source, x, firsts) for x in wanted),
+            *self._beside_in(source),
+        ]
         names = [full.removeprefix(OBJECT) for full in source.tensors if bodies and full.startswith(OBJECT)]
         values = {name: source.read_whole(OBJECT + name) for name in names}
         # Or it is rejected before any change.
@@ -226,6 +234,17 @@ class TrainingState:
         for name, body in bodies.items():
             put_together(name, body, values)
         return [*found, *(self._of_object(name, values[name]) for name in self._ordered(values))]
+
+    def _is_left_out(self, source: Source, shard: Shard) -> bool:
+        """Whether ``source`` was saved without ``shard``, a frozen weight: the model keeps its own."""
+        if not shard.name.startswith(MODEL) or shard.name.removeprefix(MODEL) not in source.frozen:
+            return False
+        if not self.has_values(shard):
+            raise CheckpointRejected(
+                "it was saved without frozen weights, and those of the model went with the group of a lost "
+                "rank: start the run again, with --resume"
+            )
+        return True
 
     def is_all_of(self, options: Json) -> bool:
         """Whether a state that was saved with ``options`` is no more than this one: its hash is over this.
@@ -474,6 +493,13 @@ class TrainingState:
     def _require_model(self, source: Source, firsts: Mapping[str, str]) -> None:
         found, (own, beside) = dict(source.layout(MODEL)), module_state.divided(self.module, self._away)
         expected = {name: (tuple(shape_of(x)), x.dtype) for name, x in own.items()}
+        if unknown := sorted(source.frozen.keys() - self._parameters.keys()):
+            raise CheckpointRejected(
+                f"it was saved without {len(source.frozen)} frozen weights, and this model has no "
+                f"{unknown[0][:80]!r}: build the model that the checkpoint was made with"
+            )
+        for name in [name for name in expected if self.ties().get(name, name) in source.frozen]:
+            del expected[name]
         for value in beside:
             stored = [found.pop(name) for name in module_state.names_of(value, list(found))]
             if not stored:

@@ -20,6 +20,7 @@ COMMANDS = {
     "show": "print a collective step by step: who sends what, and who holds what after each round",
     "report": "show where the time of a run went, on a page, as traces, in words",
     "compare": "find where two runs differ, in which parameter, and what caused it",
+    "convert": "write the model of a checkpoint as files that other programs read",
     "doctor": "say what this machine offers and what would cause trouble; --verify proves the gradients",
 }
 

@@ -40,6 +40,10 @@ else what the script ends with.\
 class RunFlags(flags.LaunchFlags, RunConfig):
     """The settings of a run, as flags."""
 
+    preload: bool = False
+    """Import what the script imports at its top once, before ranks are forked: ranks, and those that replace
+    them, start sooner. Not for imports that start threads or CUDA."""
+
 
 def main(args: Sequence[str]) -> int:
     """Run as ``args`` say; return the exit code."""
@@ -51,12 +55,14 @@ def main(args: Sequence[str]) -> int:
         config = flags.parse(RunFlags(), own, program=PROGRAM, description=DESCRIPTION, quiet=not speaks)
         check(config)
         path, module, arguments = named(rest)
-        preload()
+        preload(imports_of=path if config.preload else None)
         from instep.net.device import num_gpus
         from instep.run.script import ScriptCall
         from instep.run.start import launch_script
 
-        call = ScriptCall(path=path, module=module, arguments=arguments, given=flags.given(config, own))
+        given = flags.given(config, own)
+        given.pop("preload", None)  # which is of this process alone
+        call = ScriptCall(path=path, module=module, arguments=arguments, given=given)
         ranks = config.ranks or num_gpus() or len(os.sched_getaffinity(0))
         return launch_script(call, replace(config, ranks=ranks))
     except (Exception, KeyboardInterrupt) as error:
@@ -107,8 +113,9 @@ def _is_of_script(error: BaseException) -> bool:
     return any((names.get("__name__"), names.get("__file__")) == script for names in frames)
 
 
-def preload(*modules: str) -> None:
-    """Have the process that ranks are forked from load torch, what a script calls, and ``modules``.
+def preload(*modules: str, imports_of: Path | None = None) -> None:
+    """Have the process that ranks are forked from load torch, what a script calls, ``modules``, and the
+    imports at the top of a script.
 
     It does so while this one goes on. A process that takes another's place would else import for a second,
     while all others wait for it.
@@ -116,4 +123,8 @@ def preload(*modules: str) -> None:
     if detect(os.environ).source == "single":
         from instep.launch.launch import warm
 
+        if imports_of is not None:
+            os.environ["INSTEP_PRELOAD"] = str(imports_of.resolve())
+            modules = (*modules, "instep.launch.script_imports")
         warm("instep.run.script", *dict.fromkeys(PUBLIC.values()), *modules)
+        os.environ.pop("INSTEP_PRELOAD", None)

@@ -403,8 +403,8 @@ class Checkpoints:
         copy = None
         if self._snapshots is not None:
             copy = partial(self._snapshots.copied_for, self._saver, training)
-        keep = training.config.checkpoint.keep
-        self._saver.save(self.path / CHECKPOINTS, training.state, draft, keep, copy)
+        its = training.config.checkpoint
+        self._saver.save(self.path / CHECKPOINTS, training.state, draft, its.keep, copy, its.frozen)
 
     def give_up(self) -> None:
         """Ranks have been lost: what waits for one of them waits in vain."""
@@ -452,6 +452,8 @@ class Checkpoints:
         if found is None:
             return None
         found_changes = require_fit(found.manifest, training, self.path)
+        if found.manifest.frozen and training.state.is_divided:
+            training.put_built()
         training.rank_state.restoring()
         restore_found(found, training.state)
         training.rank_state.restored(found.manifest.step, None)

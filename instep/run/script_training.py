@@ -191,11 +191,19 @@ class ScriptTraining:
             send(self, 0)
             self.rank_state.begin()
 
+    def put_built(self) -> None:
+        """What a checkpoint without frozen weights is read into: they went where ranks met. Collective."""
+        if self._is_supervised and self._all_built() and self._built is not None:
+            self._built.put(self)
+
+    def _all_built(self) -> bool:
+        """Whether all ranks still have what they were built with: none has made a step. Collective."""
+        world = self.mesh.world.group
+        return b"-" not in world.all_gather_bytes(b"+" if self._built is not None else b"-", OPERATION)
+
     def _require_built(self) -> None:
         """CheckpointRejected on all ranks if one has made steps, and so has not what it was built with."""
-        world = self.mesh.world.group
-        told = world.all_gather_bytes(b"+" if self._built is not None else b"-", OPERATION)
-        if b"-" in told:
+        if not self._all_built():
             raise CheckpointRejected(
                 "no rank has the run's state, and there is no checkpoint yet: start the run again, in a new "
                 "directory"

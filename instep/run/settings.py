@@ -56,6 +56,9 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: at the end only."""
     keep: Annotated[int, FROM_2] = 3
     """Newest checkpoints to keep."""
+    frozen: bool = True
+    """Write frozen parameters, too. Without them a checkpoint of adapters has megabytes, and the script that
+    resumes has to build the same base model."""
     best: str = ""
     """Keep the best checkpoint, too, by this figure: val_loss, or max:val_acc where more is better. It is
     saved after the step that logs the figure."""

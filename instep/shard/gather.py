@@ -308,6 +308,8 @@ class UnitHooks:
             for other in list(self._here):
                 if other in stay or self._running[other]:
                     continue
+                if backward and m is self.module:  # whose output may be that of a frozen unit
+                    continue
                 awaits = (unit.trainable and unit.number not in self.closed for unit in self._units[other])
                 if not (backward and any(awaits)):
                     self._free(other)

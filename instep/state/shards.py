@@ -211,5 +211,8 @@ class State(Protocol):
     def ties(self) -> Mapping[str, str]:
         """Further names of tensors of the model, each with the first one."""
 
+    def frozen(self) -> list[str]:
+        """The names of frozen parameters."""
+
     def options(self) -> Json:
         """What of it is no tensor, as this rank knows it."""

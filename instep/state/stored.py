@@ -112,11 +112,15 @@ def views(layout: Sequence[tuple[torch.dtype, Shape]], flat: Tensor) -> list[Ten
 
 @dataclass(frozen=True)
 class Source:
-    """A whole state: its tensors, a reader for each place, and ``ties`` from further names."""
+    """A whole state: its tensors, a reader for each place, and ``ties`` from further names.
+
+    ``frozen`` parameters were left out, and are taken from the model: hashes by name, to compare.
+    """
 
     tensors: Mapping[str, StoredTensor]
     readers: Mapping[str, Reader]
     ties: Mapping[str, str] = field(default_factory=dict)
+    frozen: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, name: str, first: int, last: int, box: Box | None = None) -> Tensor:
         """Elements ``first`` to ``last`` of ``box`` of ``name``, flat, in aligned CPU memory of their own."""

@@ -194,6 +194,21 @@ def test_a_run_goes_on_with_other_ranks_and_only_as_the_same_script(alone: Path,
     assert_same_run(tmp_path / "runs" / "mine", alone)
 
 
+def test_a_sharded_run_goes_on_without_its_frozen_weights_on_the_same_base_alone(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("adapted.py")
+    (tmp_path / "alone").mkdir()
+    ended = run("-n", 1, cwd=tmp_path / "alone", script=script, says=(0,))
+    assert ended.code == 0, ended.err
+    ended = run("-n", 2, "--stop-after", 2, cwd=tmp_path, script=script, says=(0,))
+    assert ended.code == 75, ended.err
+    other = run("-n", 2, "--resume", cwd=tmp_path, script=script, says=(1,))
+    assert (other.code, "build the base model that it was trained with" in other.err) == (3, True), other.err
+    ended = run("-n", 3, "--resume", *faults("kill:rank=1,step=3"), cwd=tmp_path, script=script, says=(0,))
+    assert ended.code == 0, ended.err
+    hashes = [summary(path / "runs" / "mine")["state_sha256"] for path in (tmp_path, tmp_path / "alone")]
+    assert hashes[0] == hashes[1]
+
+
 def test_a_script_that_raises_again_ends_with_its_traceback(tmp_path: Path) -> None:
     ended = run("-n", 2, cwd=tmp_path, says=("--fail", "raise KeyError('who')"))
     assert ended.code == 1
