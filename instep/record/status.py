@@ -81,6 +81,9 @@ def _state(path: Path, wanted: int, summary: Fields, done: int, notes: list[str]
         return "running"
     if (path / SUMMARY).exists() and summary.get("steps", done) == done >= wanted:
         return "finished"
+    if summary.get("is_finished") is True and summary.get("steps") == done:
+        notes.append(f"run.finish() ended the run after {so_far} steps")
+        return "finished"
     unseen = ", or is still going on another host" if None in alive else ""
     notes.append(f"the run ended early, after {so_far} steps{unseen}")
     if "steps" in summary and summary["steps"] != done:

@@ -122,9 +122,7 @@ class AfterSteps:
         return self.ending
 
     def _stopped(self) -> Ending:
-        made, done = self.training.last, self.training.steps_done
-        is_done = done >= self.training.config.steps or (made is not None and made.finish)
-        return Ending.DONE if is_done else Ending.STOPPED
+        return Ending.DONE if self.training.is_finished else Ending.STOPPED
 
     def _evaluate(self) -> float | None:
         held_out = self.training.evaluate()
@@ -367,6 +365,7 @@ def _summary(
     return {
         "state_sha256": state,
         "steps": training.steps_done,
+        "is_finished": training.is_finished,
         "first_step": first_step,
         "world_size": training.mesh.axes.world_size,
         "strategy": config.parallel.strategy,

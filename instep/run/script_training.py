@@ -255,6 +255,11 @@ class ScriptTraining:
         return self.rank_state.steps_done
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the step that led here was the last one, by number or by ``run.finish()``."""
+        return self.steps_done >= self.config.steps or (self.last is not None and self.last.finish)
+
+    @property
     def last(self) -> Made | None:
         """The step that led here."""
         return self.rank_state.last

@@ -306,6 +306,9 @@ def test_a_run_that_is_finished_early_has_its_checkpoint_its_summary_and_no_more
     assert [path.name for path in (tmp_path / "early" / CHECKPOINTS).iterdir()] == ["step-00000003"]
     begin("whole").train(3)
     assert summary(tmp_path / "early")["steps"] == 3
+    told = report_data(tmp_path / "early")[0]["run"]
+    assert told["state"] == "finished"
+    assert "run.finish() ended the run after 3 of 9 steps" in told["notes"]
     assert summary(tmp_path / "early")["state_sha256"] == summary(tmp_path / "whole")["state_sha256"]
     assert begin("early", resume=True).train(9) == [3, 4, 5, 6, 7, 8]  # to train on, resume it
 
