@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,9 @@ from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
-from tests.parity import filled, numbers
-from tests.replicate.nets import WIDTH, conv_net
-from tests.replicate.replicas import equal_everywhere, square
+from tests.parity import filled
+from tests.replicate.nets import WIDTH
+from tests.replicate.replicas import equal_everywhere, gradients, samples, square
 from tests.world import world
 
 
@@ -53,29 +55,14 @@ def test_constant_buffers_are_never_sent(mesh: Mesh, strategy: str) -> None:
     model.close()
 
 
-def in_place(buffer: Tensor) -> None:
-    buffer[0] += 1
-
-
-def by_data(buffer: Tensor) -> None:
-    buffer.data[0] += 1
-
-
-def by_numpy(buffer: Tensor) -> None:
-    buffer.numpy()[0] += 1
-
-
-WAYS = {"in place": in_place, ".data": by_data, "numpy": by_numpy}
-
-
 @pytest.mark.parametrize("writer", [0, 1])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [lambda x: x, lambda x: x.data, lambda x: x.numpy()])
 @world(2)
-def test_what_one_rank_writes_in_whatever_way_is_seen_by_its_bytes(mesh: Mesh, way: str, writer: int) -> None:
+def test_what_one_rank_writes_in_whatever_way_is_seen_by_its_bytes(mesh: Mesh, way: Any, writer: int) -> None:
     model = DataParallel(filled(Positions()), process_group=mesh)
     step(model, mesh.rank)
     if mesh.rank == writer:
-        WAYS[way](model.module.positions)
+        way(model.module.positions)[0] += 1
     step(model, mesh.rank)
     first = 1 if writer == 0 else 0  # rank 0's value counts
     assert model.module.positions[0].tolist() == [first + i for i in range(WIDTH)]
@@ -153,11 +140,74 @@ def test_sharded_modules_too(mesh: Mesh) -> None:
     model.close()
 
 
+# A buffer that a graph holds is replaced: rank 0's were written in place, unnoticed, under pending graphs.
+
+
+class RunningScale(nn.Module):
+    """Divides by a running mean square, which backward needs again; of rows that are turned in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH, 4).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale = 0.5 * self.scale + 0.5 * x.square().mean(0)
+        return self.linear(x) / self.scale
+
+
+def losses(model: nn.Module, rank: int) -> list[Tensor]:
+    return [model(samples(rank, key)).square().mean() for key in ("first", "second")]
+
+
 @world(2)
-def test_running_statistics_of_a_conv_net_are_rank_0_s(mesh: Mesh) -> None:
-    model = DataParallel(filled(conv_net(num_classes=3)), process_group=mesh)
-    for turn in range(2):
-        model(numbers(4, 3, 8, 8, key=f"{turn} {mesh.rank}")).square().mean().backward()
-        assert equal_everywhere(mesh, model.buffers())
-    assert travels(model) == 2
+def test_the_second_of_two_backwards_computes_with_what_its_forward_saw(mesh: Mesh) -> None:
+    by_rank = []
+    for rank in range(2):
+        alone = filled(RunningScale())
+        by_rank.append(torch.autograd.grad(sum(losses(alone, rank)), list(alone.parameters())))
+    model = DataParallel(filled(RunningScale()), process_group=mesh)
+    strides = model.module.scale.stride()
+    for loss in losses(model, mesh.rank):
+        loss.backward()
+    for ours, *parts in zip(gradients(model.module), *by_rank, strict=True):
+        torch.testing.assert_close(ours, sum(parts) / 2)
+    assert equal_everywhere(mesh, model.buffers()) and model.module.scale.stride() == strides
+    model.close()
+
+
+@world(2)
+def test_a_buffer_that_two_modules_share_stays_shared(mesh: Mesh) -> None:
+    module = nn.ModuleList([filled(RunningScale()), nn.Module()])
+    module[1].register_buffer("same", module[0].scale)
+    module.forward = module[0].forward
+    model = DataParallel(module, process_group=mesh, find_unused_parameters=True)
+    with torch.no_grad():
+        module[0].scale.fill_(1.0 + mesh.rank)  # in place: both names see it
+    kept = module[0].linear(samples(mesh.rank)) / module[0].scale  # a graph holds it
+    module[0].linear(samples(mesh.rank)).sum().backward()
+    assert module[1].same is module[0].scale
+    assert module[0].scale.eq(1.0).all()
+    kept.sum().backward()
+    model.close()
+
+
+@world(2)
+def test_a_buffer_that_nobody_holds_is_written_in_place(mesh: Mesh) -> None:
+    module = filled(nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)))
+    model = DataParallel(module, process_group=mesh)
+    mean = module[1].running_mean
+    for _ in range(2):
+        losses(model, mesh.rank)[0].backward()
+    assert module[1].running_mean is mean and equal_everywhere(mesh, [*gradients(module), *module.buffers()])
+    model.close()
+
+
+@world(2)
+def test_buffers_are_left_alone_if_asked(mesh: Mesh) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+    model = DataParallel(module, process_group=mesh, broadcast_buffers=False)
+    square(model, mesh.rank).backward()
+    assert not equal_everywhere(mesh, model.buffers())
     model.close()

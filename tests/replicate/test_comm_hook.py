@@ -26,22 +26,24 @@ from tests.replicate.replicas import (
 )
 from tests.world import world
 
-# Hook -> how far a gradient may be from the exact mean.
-HOOKS: dict[str, tuple[Any, float]] = {
-    "allreduce": (default_hooks.allreduce_hook, 1e-6),
-    "fp16": (default_hooks.fp16_compress_hook, 2e-3),
-    "bf16": (default_hooks.bf16_compress_hook, 2e-2),
-    "fp16 around": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 2e-3),
-}
+# Hook -> the dtype in which it adds the halves of two ranks.
+HOOKS: list[tuple[Any, torch.dtype]] = [
+    (default_hooks.allreduce_hook, torch.float32),
+    (default_hooks.fp16_compress_hook, torch.float16),
+    (default_hooks.bf16_compress_hook, torch.bfloat16),
+    (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), torch.float16),
+]
 
 
-def trained(model: DataParallel, mesh: Mesh, rtol: float) -> None:
+def trained(model: DataParallel, mesh: Mesh, dtype: torch.dtype, rtol: float = 0.0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
         square(model, mesh.rank).backward()
-        for ours, exact in zip(gradients(model.module), mean_gradients(model.module, square), strict=True):
-            torch.testing.assert_close(ours, exact, rtol=rtol, atol=rtol * float(exact.abs().max()))
+        by_rank = [mean_gradients(model.module, lambda m, _, r=r: square(m, r), size=1) for r in range(2)]
+        for ours, *parts in zip(gradients(model.module), *by_rank, strict=True):
+            expected = sum(x.to(dtype) / 2 for x in parts).float()
+            torch.testing.assert_close(ours, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
         optimizer.step()
     assert equal_everywhere(mesh, model.parameters())
 
@@ -50,10 +52,10 @@ def trained(model: DataParallel, mesh: Mesh, rtol: float) -> None:
 @world(2, by="process")
 def test_the_hooks_of_torch(mesh: Mesh, backend: str) -> None:
     group = torch.distributed.new_group(backend=backend)
-    for hook, rtol in HOOKS.values():
+    for hook, dtype in HOOKS:
         model = DataParallel(filled(Dense()), bucket_cap_mb=1e-4)
         model.register_comm_hook(group, hook)
-        trained(model, mesh, rtol)
+        trained(model, mesh, dtype)
         model.close()
 
 
@@ -64,7 +66,7 @@ def test_power_sgd_sees_matrices_and_their_parameters(mesh: Mesh) -> None:
     )
     model = DataParallel(filled(Dense()))
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    trained(model, mesh, 1e-4)  # of the full rank, so that nothing is lost
+    trained(model, mesh, torch.float32, 1e-4)  # of the full rank, so that nothing is lost
     model.close()
 
 

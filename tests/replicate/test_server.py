@@ -15,42 +15,12 @@ from torch import nn
 import instep
 from instep.errors import Desync, PeerLost
 from instep.mesh.mesh import Mesh
-from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
-from tests.parity import Training, assert_same_bits, bits_of_one, filled, momentum
-from tests.replicate.nets import OTHER, PLAIN, RANDOM, Dense
+from tests.parity import assert_same_bits, filled, momentum
+from tests.replicate.nets import Dense
 from tests.replicate.replicas import equal_everywhere, square
-from tests.state_oracle import state_entries
 from tests.world import world
-
-
-def require_bits_of_one(mesh: Mesh, trainings: dict[str, Training]) -> None:
-    """Declared steps give the weights of one rank, and its moments on the server."""
-    for training in trainings.values():
-        module = filled(training.module())
-        optimizer = training.optimizer(module.parameters())
-        server = ParameterServer(module, optimizer, mesh)
-        for step in range(training.num_steps):
-            for micro_batch in server.micro_batches(training.num_leaves):
-                training.leaf_step(module, micro_batch, step)
-            if training.clip is not None:
-                clip_grad_norm_(module.parameters(), training.clip)
-            server.step()
-        server.close()
-        ours = state_entries(module, optimizer)
-        assert_same_bits(ours, bits_of_one(training)[: len(ours)])
-        assert mesh.rank == 0 or not optimizer.state
-
-
-@world(3)
-def test_declared_steps_have_the_bits_of_one_rank(mesh: Mesh) -> None:
-    require_bits_of_one(mesh, PLAIN | OTHER)
-
-
-@world(2, by="process", backend="shm")
-def test_so_they_have_with_dropout_over_shared_memory(mesh: Mesh) -> None:
-    require_bits_of_one(mesh, RANDOM)
 
 
 def with_statistics() -> nn.Module:

@@ -14,32 +14,11 @@ from torch import Tensor, nn
 
 import instep
 from instep.launch.launch import launch
-from instep.reduce.norm import clip_grad_norm_
 from instep.replicate.replica import tree_sum
 from instep.replicate.threads import ThreadedReplicas
 from instep.step.micro_batches import MicroBatch
-from tests.parity import _tree_sum, assert_same_bits, bits_of_one, filled, numbers
-from tests.replicate.nets import OTHER, PLAIN, Dense, Segments, mean_square
-from tests.state_oracle import state_entries
-
-DECLARED = PLAIN | OTHER
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_declared_steps_have_the_bits_of_one_rank(name: str) -> None:
-    training = DECLARED[name]
-    module = filled(training.module())
-    replicas = ThreadedReplicas(module, 3)
-    optimizer = training.optimizer(replicas.parameters())
-    for step in range(training.num_steps):
-        replicas.micro_batches(
-            training.num_leaves, lambda model, one, step=step: training.leaf_step(model, one, step)
-        )
-        if training.clip is not None:
-            clip_grad_norm_(replicas.parameters(), training.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_bits(state_entries(module, optimizer), bits_of_one(training))
+from tests.parity import _tree_sum, assert_same_bits, filled, numbers
+from tests.replicate.nets import Dense, Segments, mean_square
 
 
 def batch(num_rows: int) -> Tensor:

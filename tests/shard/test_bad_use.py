@@ -16,7 +16,6 @@ from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from instep.shard.optimizer import ShardedOptimizer
 from tests.parity import filled, momentum, numbers, world_of_one
-from tests.replicate.replicas import equal_everywhere
 from tests.shard.given import parameters, set_gradients, steps
 from tests.shard.trained import WIDTH, Wide, assert_same
 from tests.world import world
@@ -126,31 +125,6 @@ def test_an_error_on_one_rank_alone_is_raised_on_both(mesh: Mesh) -> None:
 
 
 @world(2)
-def test_a_module_that_was_converted_is_an_error(mesh: Mesh) -> None:
-    module = Wide()
-    optimizer = ShardedOptimizer(module.parameters(), AdamW, mesh)
-    module.double()
-    module(numbers(4, WIDTH, key="x", dtype=torch.float64)).sum().backward()
-    with pytest.raises(ValueError, match="has other memory than when the ShardedOptimizer was made"):
-        optimizer.step()
-    optimizer.close()
-
-
-@world(2)
-def test_values_may_be_changed_in_place_and_loaded(mesh: Mesh) -> None:
-    module, other = filled(Wide()), Wide()
-    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
-    module.load_state_dict(other.state_dict())
-    assert_same({**module.state_dict()}, {**other.state_dict()}, "loaded")
-    module.zero_grad()
-    model = DataParallel(module, process_group=mesh)
-    undeclared(mesh, model, optimizer, 1)
-    assert equal_everywhere(mesh, module.parameters())
-    optimizer.close()
-    model.close()
-
-
-@world(2)
 def test_unfreezing_later_is_an_error_and_freezing_is_not(mesh: Mesh) -> None:
     ours = parameters()
     ours[3].requires_grad_(False)
@@ -167,19 +141,6 @@ def test_unfreezing_later_is_an_error_and_freezing_is_not(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"parameter 3 of group 0, .* was frozen .* add_param_group\(\)"):
         optimizer.step()
     optimizer.close()
-
-
-@world(2)
-def test_a_parameter_that_was_replaced_in_its_module_is_named_by_data_parallel(mesh: Mesh) -> None:
-    """As with the plain optimizer: it does not know of modules."""
-    module = filled(Wide())
-    model = DataParallel(module, process_group=mesh)
-    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
-    module.layers[3].weight = nn.Parameter(torch.zeros(WIDTH, 4 * WIDTH))
-    with pytest.raises((RuntimeError, ValueError), match=r"layers.3.weight"):
-        undeclared(mesh, model, optimizer, 1)
-    optimizer.close()
-    model.close()
 
 
 @world(2)
@@ -243,17 +204,6 @@ def test_parameters_that_share_memory_are_refused(mesh: Mesh) -> None:
     columns.close()
     with pytest.raises(ValueError, match="materialise the module first"):
         ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), AdamW, mesh)
-
-
-@world(2)
-def test_a_view_with_gaps_becomes_dense(mesh: Mesh) -> None:
-    ours, plain = (nn.Parameter(numbers(90, 200, key="wide")[:, :100]) for _ in range(2))
-    optimizer, other = ShardedOptimizer([ours], AdamW, mesh), AdamW([plain])
-    for p, stepping in ((ours, optimizer), (plain, other)):
-        p.grad = numbers(90, 100, key="gradient")
-        stepping.step()
-    assert torch.equal(ours, plain)
-    optimizer.close()
 
 
 @world(2)

@@ -22,7 +22,7 @@ from torch.optim import (
 
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
-from tests.parity import numbers, world_of_one
+from tests.parity import world_of_one
 from tests.shard.given import SHAPES, parameters, steps
 from tests.shard.trained import assert_same
 from tests.world import world
@@ -81,19 +81,6 @@ def test_in_half_precision_threads_do_not_cut_where_ranks_do(mesh: Mesh, dtype: 
                 assert_same(after[0], other, kind.__name__)
     finally:
         torch.set_num_threads(before)
-
-
-@world(2)
-def test_complex_parameters_are_cut(mesh: Mesh) -> None:
-    values = torch.complex(numbers(90, 91, key="real"), numbers(90, 91, key="imaginary"))
-    ours, expected = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.clone())
-    sharded, plain = ShardedOptimizer([ours], Adam, mesh, lr=0.1), Adam([expected], lr=0.1)
-    for p, optimizer in ((ours, sharded), (expected, plain)):
-        p.grad = values.flip(0)
-        optimizer.step()
-    assert_same(ours.detach(), expected.detach(), "complex")
-    assert_same(sharded.state_dict(), plain.state_dict(), "complex")
-    sharded.close()
 
 
 @world(3)

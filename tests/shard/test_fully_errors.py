@@ -6,16 +6,24 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
+from instep.errors import Desync
 from instep.mesh.mesh import Mesh
+from instep.reduce.norm import clip_grad_norm_
 from instep.shard.fully import FullySharded, full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
+from tests.kinds import Program, assert_same_state, on_every_kind, replicated_alone
 from tests.parity import filled, numbers, world_of_one
+from tests.replicate.nets import Dense, Segments, requires_input, two_backwards
 from tests.shard.trained import WIDTH, Wide, assert_same, wide_step
 from tests.world import world
 
@@ -48,14 +56,6 @@ def test_ranks_with_other_units_raise_on_both(mesh: Mesh, stage: int) -> None:
 
 @world(2)
 @STAGES
-def test_a_rank_whose_units_are_wrong_makes_all_raise(mesh: Mesh, stage: int) -> None:
-    model = filled(Wide())
-    with pytest.raises(ValueError, match=r"unit"):
-        fully_shard(model, mesh, stage, units=[nn.Linear(3, 3)] if mesh.rank else None)
-
-
-@world(2)
-@STAGES
 def test_a_sharded_optimizer_that_was_made_before_is_refused_by_name(mesh: Mesh, stage: int) -> None:
     module = filled(Wide())
     optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
@@ -70,16 +70,24 @@ def test_a_sharded_optimizer_that_was_made_before_is_refused_by_name(mesh: Mesh,
 @world(2)
 @STAGES
 def test_what_moves_the_parameters_after_sharding_is_an_error(mesh: Mesh, stage: int) -> None:
-    def double(model: nn.Module) -> None:
-        model.double()
+    """With ``set_`` and ``vector_to_parameters`` training went on with the values from before."""
 
-    def replace(model: nn.Module) -> None:
+    def replace_one(model: nn.Module) -> None:
         p = next(model.parameters())
         p.data = torch.zeros(p.shape, dtype=torch.float64)
 
-    for change in (double, replace):
+    def halve(model: nn.Module) -> None:
+        vector_to_parameters(parameters_to_vector(model.parameters()).detach() / 2, model.parameters())
+
+    def assign(model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.set_(torch.full_like(p, 0.1))
+
+    way_out = r"vector_to_parameters.*p\.copy_\(values\) under no_grad"
+    for change in (nn.Module.double, replace_one, halve, assign):
         model = fully_shard(filled(Wide()), mesh, stage)
-        wrong = r"'layers\.0\.weight' (has|would have) other memory than when it was sharded"
+        wrong = rf"'layers\.0\.weight' (has|would have) other memory than when it was sharded|{way_out}"
         with pytest.raises(ValueError, match=wrong):  # noqa: PT012
             change(model)
             backwards(model, 2)
@@ -120,19 +128,6 @@ class Named(nn.Module):
         setattr(self, name, "mine")
 
 
-class CopiesItself(nn.Linear):
-    def __deepcopy__(self, memo: object) -> nn.Linear:
-        return nn.Linear(2, 2)
-
-
-@STAGES
-def test_nor_is_a_module_copied_that_copies_itself(stage: int) -> None:
-    model = fully_shard(CopiesItself(2, 2), world_of_one(), stage)
-    with pytest.raises(TypeError, match="full_state_dict"):
-        copy.deepcopy(model)
-    model.close()
-
-
 @STAGES
 def test_a_sharded_module_stays_an_instance_of_its_class_until_it_is_closed(stage: int) -> None:
     module = filled(Wide())
@@ -151,17 +146,6 @@ def test_a_sharded_module_stays_an_instance_of_its_class_until_it_is_closed(stag
     model.close()
     assert type(module) is Wide and not hasattr(module, "micro_batches")
     assert all(p.grad is None for p in module.parameters())
-
-
-def test_a_module_that_stage_2_has_let_go_trains_on() -> None:
-    model = fully_shard(filled(Wide()), world_of_one(), 2)
-    model.close()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    before = model.layers[0].weight.clone()
-    model(numbers(4, WIDTH, key="x")).square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(before, model.layers[0].weight)
-    copy.deepcopy(model)
 
 
 @world(2, by="process")  # threads collect one at a time
@@ -209,3 +193,34 @@ def test_a_weight_in_the_forward_of_another_module_is_told_as_a_shard(mesh: Mesh
         model(torch.ones(3, 128))
     assert "it is this rank's shard, of another shape. Make both one unit" in raised.value.__notes__[0]
     model.close()
+
+
+@world(2)
+@STAGES
+def test_gradients_in_slices_are_discarded_also_where_zeros_are_asked_for(mesh: Mesh, stage: int) -> None:
+    model = fully_shard(filled(Wide()), mesh, stage=stage)
+    norms = []
+    for _ in range(2):
+        plain(mesh, model)
+        norms.append(clip_grad_norm_(model.parameters(), float("inf")))
+        model.zero_grad(set_to_none=False)
+        assert clip_grad_norm_(model.parameters(), float("inf")) == 0
+    assert norms[0] == norms[1]
+    model.close()
+
+
+def assert_bits(mesh: Mesh, kind: str, one: Program, **wrap: Any) -> None:
+    assert_same_state(replace(one, kind=kind, wrap=wrap).trained(mesh), replicated_alone(one))
+
+
+SEVERAL = Program("replicated", Dense, leaf_step=two_backwards, optimizer=SGD, options=LOOP)
+AGAIN = Program("replicated", partial(Segments, True), leaf_step=requires_input, optimizer=SGD, options=LOOP)
+
+
+@on_every_kind(2, ("stage 2", "stage 3"))
+def test_gradients_in_several_parts_are_whole_when_they_are_sent_or_it_says_so(mesh: Mesh, kind: str) -> None:
+    """Several backwards of a micro-batch, and a reentrant checkpoint that is used several times."""
+    with pytest.raises(Desync, match=r"received gradient number 2 of this backward.*pass overlap=False"):
+        replace(SEVERAL, kind=kind).trained(mesh)
+    assert_bits(mesh, kind, SEVERAL, overlap=False)
+    assert_bits(mesh, kind, AGAIN)

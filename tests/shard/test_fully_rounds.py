@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD
 
 from instep.mesh.mesh import Mesh
-from instep.shard.fully import full_state_dict, fully_shard
-from instep.shard.optimizer import ShardedOptimizer
+from instep.shard.fully import fully_shard
 from instep.shard.round_plan import plan_rounds
 from tests.parity import filled, numbers
 from tests.world import world
@@ -47,14 +44,6 @@ def test_rounds_add_in_the_order_of_the_tree(num_leaves: int, num_ranks: int) ->
     assert len(plan_rounds(num_leaves, num_ranks)) == math.ceil(num_leaves / num_ranks)
 
 
-@given(st.integers(1, 70), st.integers(1, 9))
-def test_what_is_kept_of_before_stays_at_its_number(num_leaves: int, num_ranks: int) -> None:
-    before = 0
-    for turn in plan_rounds(num_leaves, num_ranks):
-        assert all(plan.root == number for number, plan in enumerate(turn.sums) if plan.root < before)
-        before = len(turn.sums)
-
-
 @given(st.integers(0, 7), st.integers(0, 4))
 def test_powers_of_two_keep_as_many_sums_as_a_binary_counter_has_digits(leaves: int, ranks: int) -> None:
     digits = max(leaves - ranks, 1)  # the last round ends with one carry
@@ -79,28 +68,4 @@ def test_a_rank_has_a_slice_of_the_gradients_and_staging_for_two_units(mesh: Mes
     sums = int(math.log2(num_leaves / 2))
     assert most == depth * layer // 2 * sums
     assert sum(x.nbytes for x in model.sharding.reducer._staging) == 2 * layer
-    model.close()
-
-
-@world(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_compute_in_bfloat16_and_are_stepped_in_float32(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(nn.Linear(6, 6)), mesh, stage, compute_dtype=torch.bfloat16)
-    optimizer = ShardedOptimizer(model.parameters(), SGD, mesh, lr=0.01)
-    alone = filled(nn.Linear(6, 6))
-    total = torch.zeros(6, 6)
-    for index in range(2):
-        copy = nn.Linear(6, 6)
-        copy.load_state_dict(alone.state_dict())
-        copy.bfloat16()
-        copy(numbers(4, 6, key=str(index)).bfloat16()).square().mean().backward()
-        assert copy.weight.grad is not None
-        total += copy.weight.grad.float()
-    for micro_batch in model.micro_batches(2):
-        model(numbers(4, 6, key=str(micro_batch.index)).bfloat16()).square().mean().backward()
-        assert model.weight.dtype == torch.float32
-    optimizer.step()
-    ours = full_state_dict(model)["weight"]
-    assert torch.equal(ours, alone.weight - 0.01 * (total / 2))
-    optimizer.close()
     model.close()

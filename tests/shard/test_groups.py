@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
 from torch.optim import SGD, AdamW
 
 import instep
@@ -49,16 +48,6 @@ def test_an_axis_of_a_mesh(mesh: Mesh) -> None:
         assert_steps(instep.ShardedOptimizer(given, AdamW, process_group, lr=0.1), given, 2)
 
 
-@world(2)
-def test_a_registered_mesh_is_found(mesh: Mesh) -> None:
-    instep.get.register_mesh(mesh)
-    try:
-        given = parameters()
-        assert_steps(instep.ShardedOptimizer(given, AdamW, lr=0.1), given, 2)
-    finally:
-        instep.get.register_mesh(None)
-
-
 @world(2, by="process", backend="shm")
 def test_a_gradient_scaler_a_scheduler_and_torch_s_clipping_work_as_ever(mesh: Mesh) -> None:
     results = []
@@ -86,16 +75,6 @@ def test_a_gradient_scaler_a_scheduler_and_torch_s_clipping_work_as_ever(mesh: M
     assert_same(results[0][1], results[1][1], "state")
     assert results[0][2] == results[1][2] == 256.0
     assert equal_everywhere(mesh, module.parameters())
-
-
-@world(2, by="process", backend="shm")
-def test_a_state_dict_of_the_module_is_written_as_ever(mesh: Mesh) -> None:
-    module = Wide()
-    plain = save(module.state_dict())
-    optimizer = instep.ShardedOptimizer(module.parameters(), AdamW, mesh)
-    size = len(save(module.state_dict()))
-    assert size == len(plain)
-    optimizer.close()
 
 
 @world(2)

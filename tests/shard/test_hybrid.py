@@ -22,7 +22,7 @@ from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.round_plan import deal, plan_rounds
 from instep.shard.shard_groups import shard_group_of
 from tests.kinds import Program, assert_same_state, replicated_alone
-from tests.parity import filled, numbers, world_of_one
+from tests.parity import filled, world_of_one
 from tests.shard.trained import Wide, assert_same, wide_step
 from tests.step.test_every_kind_parity import LOOP, PROGRAMS
 from tests.world import raw_groups, world
@@ -72,23 +72,6 @@ def test_a_rank_has_half_of_the_state_though_there_are_four(mesh: Mesh, stage: i
     model.close()
 
 
-@world(4, dp=2, shard=2)
-@STAGES
-def test_values_and_buffers_are_those_of_the_first_rank_of_all(mesh: Mesh, stage: int) -> None:
-    module = filled(Wide())
-    module.register_buffer("counts", torch.arange(3.0))
-    expected = {name: x.clone() for name, x in module.state_dict().items()}
-    with torch.no_grad():
-        for x in [*module.parameters(), module.counts]:
-            x.add_(mesh.rank)
-    model = fully_shard(module, mesh, stage)
-    assert_same(full_state_dict(model), expected, "state")
-    model.counts.add_(mesh.rank)
-    model(numbers(4, 72, key="x")).sum().backward()
-    assert torch.equal(model.counts, expected["counts"])  # as in DDP, with every synchronised backward
-    model.close()
-
-
 def backwards(model: nn.Module, num_leaves: int) -> None:
     step = model.sharding.next_step
     for micro_batch in model.micro_batches(num_leaves):  # type: ignore[operator]
@@ -124,15 +107,6 @@ def test_a_rank_that_leaves_the_loop_is_named_in_both_shard_groups_and_all_can_g
         model.close()
 
     body()
-
-
-@world(4, dp=2, shard=2)
-@STAGES
-def test_shard_groups_that_are_out_of_step_all_raise(mesh: Mesh, stage: int) -> None:
-    model = fully_shard(filled(Wide()), mesh, stage)
-    with pytest.raises(Desync, match="micro-batches in the step; rank"):
-        backwards(model, 4 + mesh.coordinates["dp"])
-    model.close()
 
 
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 5))

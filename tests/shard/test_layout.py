@@ -79,14 +79,6 @@ def test_pieces_begin_and_end_on_blocks_of_their_parameter(
 
 
 @given(LENGTHS, RANKS, GRANULES)
-def test_slices_are_equal_and_whole_blocks(lengths: list[int], ranks: int, granule: int) -> None:
-    for place in (cut, whole):
-        layout = place(lengths, ranks, granule)
-        assert layout.slice_length % BLOCK == 0 < layout.slice_length
-        assert layout.num_elements == ranks * layout.slice_length
-
-
-@given(LENGTHS, RANKS, GRANULES)
 def test_padding_is_bounded(lengths: list[int], ranks: int, granule: int) -> None:
     layout = cut(lengths, ranks, granule)
     assert layout.num_elements <= 2 * sum(lengths) + granule * len(lengths) + BLOCK * (ranks + 1)
@@ -108,15 +100,6 @@ def test_a_large_model_is_divided_evenly(ranks: int) -> None:
     for rank in range(ranks):
         own = sum(piece.last - piece.first for piece in layout.pieces(rank))
         assert abs(own - sum(lengths) / ranks) < 0.005 * sum(lengths)
-
-
-@given(LENGTHS, RANKS, GRANULES)
-def test_whole_parameters_have_one_owner_each(lengths: list[int], ranks: int, granule: int) -> None:
-    layout = whole(lengths, ranks, granule)
-    pieces = [piece for rank in range(ranks) for piece in layout.pieces(rank)]
-    assert sorted((piece.parameter, piece.first, piece.last) for piece in pieces) == [
-        (i, 0, length) for i, length in enumerate(lengths)
-    ]
 
 
 def test_the_largest_parameter_is_placed_first_and_loads_are_even() -> None:

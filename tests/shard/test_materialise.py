@@ -56,17 +56,6 @@ def test_a_model_that_fills_its_parameters_by_name_gets_the_weights_of_one_proce
         assert torch.equal(module(tokens), plain(tokens))
 
 
-@world(3)
-def test_a_function_of_the_user_fills_one_whole_parameter_at_a_time(mesh: Mesh) -> None:
-    module, plain = on_meta(Stack), Stack()
-    with torch.no_grad():
-        for name, p in plain.named_parameters():
-            fill(name, p)
-    with sharded(mesh, module) as model:
-        model.materialise(fill)
-        assert torch.equal(loss_of(module), loss_of(plain))
-
-
 class Standard(nn.Module):
     """Submodules of torch, one of which sets what its children have set already; and statistics."""
 

@@ -20,7 +20,7 @@ from instep.shard.layout import newton_schulz, owners
 from instep.state.homes import offered
 from tests import kinds
 from tests.kinds import KINDS, LOOPS, STAGES, WIDTH, Program, close
-from tests.parity import filled, numbers, world_of_one
+from tests.parity import filled, world_of_one
 from tests.shard.trained import assert_same, copied
 from tests.world import world
 
@@ -116,21 +116,6 @@ PLACES: dict[str, tuple[Both, dict[str, Any]]] = {
 def test_bits_are_those_of_one_process(place: str, kind: str) -> None:
     program, options = PLACES[place]
     world(**options)(assert_as_alone)(program=program, kind=kind)
-
-
-@world(3)
-def test_undeclared_steps_have_the_same_bits_in_every_stage(mesh: Mesh) -> None:
-    found = []
-    for kind in LOOPS:
-        model, both = replace(MUON, kind=kind).make(filled(Mixed()), mesh)
-        for step in range(2):
-            model(numbers(3, WIDTH, key=f"{step} on rank {mesh.rank}")).square().mean().backward()
-            both.step()
-            both.zero_grad()
-        found.append(kinds.state_of(model, both))
-        close(both, model)
-    for state in found[1:]:
-        assert_same(state.weights, found[0].weights, "weights")
 
 
 def train(mesh: Mesh, kind: str, directory: Path, steps: range) -> None:

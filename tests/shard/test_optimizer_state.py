@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adafactor, Adam, AdamW
+from torch.optim import Adafactor, Adam, AdamW
 
 from instep.mesh.mesh import Mesh
 from instep.shard.optimizer import ShardedOptimizer
-from tests.parity import world_of_one
 from tests.shard.given import parameters, steps
 from tests.shard.trained import assert_same, copied
 from tests.world import world
@@ -30,48 +29,6 @@ def reference(num_steps: int) -> tuple[list[torch.nn.Parameter], AdamW]:
     optimizer = AdamW(given, **OPTIONS)
     steps(optimizer, given, num_steps)
     return given, optimizer
-
-
-@world(3)
-def test_a_whole_state_goes_on_in_the_plain_optimizer(mesh: Mesh) -> None:
-    ours, (expected, plain) = parameters(), reference(5)
-    sharded = ShardedOptimizer(ours, AdamW, mesh, **OPTIONS)
-    steps(sharded, ours, 3)
-    other = AdamW(ours, lr=7.0)
-    other.load_state_dict(sharded.state_dict())
-    steps(other, ours, 2, first=3)
-    assert_same(values(ours), values(expected), "weights")
-    assert_same(other.state_dict(), plain.state_dict(), "state")
-    sharded.close()
-
-
-@world(3)
-def test_a_state_of_the_plain_optimizer_goes_on_sharded(mesh: Mesh) -> None:
-    (ours, before), (expected, plain) = reference(3), reference(5)
-    saved = before.state_dict()
-    kept = copied(saved)
-    sharded = ShardedOptimizer(ours, AdamW, mesh, lr=7.0)
-    sharded.load_state_dict(saved)
-    steps(sharded, ours, 2, first=3)
-    assert_same(values(ours), values(expected), "weights")
-    assert_same(sharded.state_dict(), plain.state_dict(), "state")
-    assert_same(saved, kept, "what was loaded is not written to")
-    sharded.close()
-
-
-@world(3)
-def test_a_sharded_state_goes_on_where_it_was_saved(mesh: Mesh) -> None:
-    ours, (expected, plain) = parameters(), reference(5)
-    sharded = ShardedOptimizer(ours, AdamW, mesh, **OPTIONS)
-    steps(sharded, ours, 3)
-    saved = copied(sharded.sharded_state_dict())
-    sharded.close()
-    again = ShardedOptimizer(ours, AdamW, mesh, lr=7.0)
-    again.load_state_dict(saved)
-    steps(again, ours, 2, first=3)
-    assert_same(values(ours), values(expected), "weights")
-    assert_same(again.state_dict(), plain.state_dict(), "state")
-    again.close()
 
 
 @world(2)
@@ -180,47 +137,6 @@ def test_the_state_of_a_parameter_is_not_shown_where_it_is_not_whole(mesh: Mesh)
     sharded.close()
 
 
-def test_one_rank_shows_its_state_as_the_plain_optimizer_does() -> None:
-    ours, (expected, plain) = parameters(), reference(2)
-    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-    sharded = ShardedOptimizer([*ours, frozen], AdamW, world_of_one(), **OPTIONS)
-    assert not sharded.state
-    steps(sharded, ours, 2)
-    assert len(sharded.state) == len(plain.state)
-    for x, y in zip(ours, expected, strict=True):
-        assert x in sharded.state
-        assert_same(dict(sharded.state[x]), dict(plain.state[y]), "state")
-    assert sharded.state.get(frozen, {}) == {}
-    sharded.close()
-
-
-def test_it_cannot_be_copied_or_pickled() -> None:
-    sharded = ShardedOptimizer(parameters(), SGD, world_of_one(), lr=0.1)
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"keep its state_dict\(\)"):
-            attempt(sharded)
-    sharded.close()
-
-
-@world(2)
-def test_hooks_on_state_dicts_are_called(mesh: Mesh) -> None:
-    ours = parameters()
-    sharded = ShardedOptimizer(ours, AdamW, mesh, **OPTIONS)
-    steps(sharded, ours, 1)
-    called: list[str] = []
-    sharded.register_state_dict_pre_hook(lambda _: called.append("before saving"))
-    sharded.register_state_dict_post_hook(lambda _, saved: {**saved, "more": 1})
-    sharded.register_load_state_dict_pre_hook(
-        lambda _, saved: {k: x for k, x in saved.items() if k != "more"}
-    )
-    sharded.register_load_state_dict_post_hook(lambda _: called.append("after loading"))
-    saved = sharded.state_dict()
-    assert saved["more"] == 1
-    sharded.load_state_dict(saved)
-    assert called == ["before saving", "after loading"]
-    sharded.close()
-
-
 @world(2)
 def test_what_was_saved_can_be_written_to_a_file(mesh: Mesh) -> None:
     """A tensor of a state dict has no more behind it than it shows."""
@@ -232,4 +148,56 @@ def test_what_was_saved_can_be_written_to_a_file(mesh: Mesh) -> None:
     torch.save(whole, file)
     moments = sum(x.nbytes for state in whole["state"].values() for x in state.values())
     assert file.tell() < 1.05 * moments + 20_000
+    sharded.close()
+
+
+WHOLE, SHARDED, PLAIN = "whole", "sharded", "plain"
+
+
+@pytest.mark.parametrize("route", [(WHOLE, PLAIN), (PLAIN, SHARDED), (SHARDED, SHARDED)], ids=str)
+@world(3)
+def test_a_state_goes_on_where_it_is_loaded(mesh: Mesh, route: tuple[str, str]) -> None:
+    """From the sharded optimizer to the plain one, the other way, and as it was."""
+    ours, (expected, plain) = parameters(), reference(5)
+    saves, loads = route
+    first: Any = AdamW(ours, **OPTIONS) if saves == PLAIN else ShardedOptimizer(ours, AdamW, mesh, **OPTIONS)
+    steps(first, ours, 3)
+    saved = first.sharded_state_dict() if saves == SHARDED else first.state_dict()
+    kept = copied(saved)
+    if saves == SHARDED:
+        first.close()
+        saved = copied(saved)
+    again: Any = AdamW(ours, lr=7.0) if loads == PLAIN else ShardedOptimizer(ours, AdamW, mesh, lr=7.0)
+    again.load_state_dict(saved)
+    steps(again, ours, 2, first=3)
+    assert_same(values(ours), values(expected), "weights")
+    assert_same(again.state_dict(), plain.state_dict(), "state")
+    assert_same(saved, kept, "what was loaded is not written to")
+
+
+@world(1)
+def test_one_rank_shows_its_state_and_calls_hooks_as_the_plain_optimizer_does(mesh: Mesh) -> None:
+    ours, (expected, plain) = parameters(), reference(2)
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    sharded = ShardedOptimizer([*ours, frozen], AdamW, mesh, **OPTIONS)
+    assert not sharded.state
+    steps(sharded, ours, 2)
+    assert len(sharded.state) == len(plain.state)
+    for x, y in zip(ours, expected, strict=True):
+        assert_same(dict(sharded.state[x]), dict(plain.state[y]), "state")
+    assert sharded.state.get(frozen, {}) == {}
+    called: list[str] = []
+    sharded.register_state_dict_pre_hook(lambda _: called.append("before saving"))
+    sharded.register_state_dict_post_hook(lambda _, saved: {**saved, "more": 1})
+    sharded.register_load_state_dict_pre_hook(
+        lambda _, saved: {k: x for k, x in saved.items() if k != "more"}
+    )
+    sharded.register_load_state_dict_post_hook(lambda _: called.append("after loading"))
+    saved = sharded.state_dict()
+    assert saved["more"] == 1
+    sharded.load_state_dict(saved)
+    assert called == ["before saving", "after loading"]
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"keep its state_dict\(\)"):
+            attempt(sharded)
     sharded.close()

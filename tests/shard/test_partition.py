@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from instep.models.config import GPTConfig
-from instep.models.transformer import GPT
 from instep.shard.partition import partition
 
 
@@ -35,32 +33,11 @@ def test_entries_of_the_outermost_lists_are_units_and_the_rest_is_the_root() -> 
     }
 
 
-def test_a_module_that_is_a_list_has_no_root() -> None:
-    assert named(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, bias=False))) == {
-        "0": ["0.weight", "0.bias"],
-        "2": ["2.weight"],
-    }
-
-
 def test_what_two_units_use_is_the_roots() -> None:
     module = Mixed()
     module.encoder.layers[1][0].weight = module.encoder.layers[0][0].weight
     assert named(module)[""] == ["stem.weight", "encoder.layers.0.0.weight"]
     assert named(module)["encoder.layers.1"] == ["encoder.layers.1.1.weight"]
-
-
-def test_what_is_tied_inside_of_one_unit_stays_there() -> None:
-    module = Mixed()
-    module.encoder.layers[0][1].weight = module.encoder.layers[0][0].weight
-    assert named(module)["encoder.layers.0"] == ["encoder.layers.0.0.weight"]
-
-
-def test_a_layer_that_stands_twice_in_a_list_is_one_unit() -> None:
-    layer = nn.Linear(2, 2, bias=False)
-    assert named(nn.ModuleList([layer, nn.Linear(2, 2, bias=False), layer])) == {
-        "0": ["0.weight"],
-        "1": ["1.weight"],
-    }
 
 
 def test_units_that_are_given_replace_the_lists_and_the_innermost_one_counts() -> None:
@@ -81,14 +58,6 @@ def test_a_unit_that_is_no_part_of_the_module_is_refused() -> None:
         partition(module, [module.encoder.layers])
 
 
-def test_every_parameter_of_a_transformer_is_in_one_unit() -> None:
-    module = GPT(GPTConfig(layers=3, width=16, heads=2, context=8, tied=True))
-    units = partition(module)
-    assert [members.name for members in units] == ["", "blocks.0", "blocks.1", "blocks.2"]
-    everything = [id(p) for members in units for p in members.parameters]
-    assert sorted(everything) == sorted(id(p) for p in module.parameters())
-
-
 def test_kinds_are_apart_and_whole_numbers_are_nobodys() -> None:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(2))
@@ -97,15 +66,6 @@ def test_kinds_are_apart_and_whole_numbers_are_nobodys() -> None:
     module.d = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
     module.e = nn.Parameter(torch.zeros(2))
     assert [unit.names for unit in partition(module)] == [("a", "e"), ("b",), ("c",)]
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_that_writes_to_its_weight_is_refused_by_name(kind: type[nn.Module]) -> None:
-    module = nn.ModuleDict({"words": kind(4, 2, max_norm=1.0), "out": nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match=r"'words' has max_norm=1\.0, which rescales.*max_norm=None"):
-        partition(module)
-    module["words"] = kind(4, 2)
-    partition(module)
 
 
 def test_what_is_never_called_has_its_parameters_used_by_the_module_around_it() -> None:

@@ -88,13 +88,6 @@ def test_every_rank_in_turn_computes_each_micro_batch_with_the_bits_of_one(
     assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
 
 
-@pytest.mark.parametrize(("wrap", "few"), [("2", 1), ("3", 2)])
-@world(4, dp=2, shard=2)
-def test_micro_batches_go_from_shard_group_to_shard_group_too(mesh: Mesh, wrap: str, few: int) -> None:
-    for num_leaves in (few, 7):
-        assert_bits_of_one_at_each_shift(mesh, wrap, num_leaves)
-
-
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 5), st.integers(0, 24))
 def test_who_is_to_send_in_a_round_is_who_was_dealt_a_leaf(
     num_leaves: int, num_ranks: int, num_shard_groups: int, shift: int

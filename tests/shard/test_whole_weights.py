@@ -131,34 +131,6 @@ def test_double_backward_has_the_bits_of_one_process(mesh: Mesh, stage: int) -> 
     assert_same(found[0], found[1], "weights")
 
 
-class Recurrent(nn.Module):
-    """Has a list of its weights beside its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.LSTM(12, 12, batch_first=True) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None]
-        for block in self.blocks:
-            x, _ = block(x)
-        return x
-
-
-@world(2)
-@STAGES
-def test_recurrent_layers_have_the_bits_of_one_process(mesh: Mesh, stage: int) -> None:
-    found = []
-    for on in (mesh, world_of_one()):
-        model = instep.fully_shard(filled(Recurrent()), on, stage)
-        for micro_batch in model.micro_batches(2):
-            loss_of(model, str(micro_batch.index)).backward()
-        AdamW(model.parameters(), fused=True).step()
-        found.append(instep.full_state_dict(model))
-        model.close()
-    assert_same(found[0], found[1], "weights")
-
-
 @world(2)
 @STAGES
 def test_a_grad_scaler_skips_the_step_on_all_ranks_or_on_none(mesh: Mesh, stage: int) -> None:

@@ -1,16 +1,15 @@
-"""What a stranger on the same machine had written was believed, or written over.
+"""What a stranger on the same machine has written is neither believed nor written over.
 
-A run that was restarted read the path of its directory from the launcher's store, and with one write there a
-stranger had it go on from a checkpoint of theirs (``tests/run/test_claim.py``). A link in the place of a
-temporary file made a run write over any file of its user. And two numbers in the store said which memory the
-gradients were in. What belongs to a stranger is made by root here, which may give files away.
+What belongs to a stranger is made by root here, which may give files away.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -117,18 +116,13 @@ def test_a_strangers_checkpoint_is_passed_over_for_ones_own(tmp_path: Path) -> N
 
 
 @needs_root
-def test_where_all_are_a_strangers_nothing_is_gone_on_from(tmp_path: Path) -> None:
-    (strange,) = save_steps(tmp_path, 1)
-    give_away(strange)
-    with pytest.raises(CheckpointRejected, match=r"step-00000001: belongs to user .*, not to user root"):
-        newest(tmp_path)
-
-
-@needs_root
-def test_one_file_of_a_stranger_is_enough(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "said"), [(".", r"step-00000001"), ("model.safetensors", r"model\.safe\w+")]
+)
+def test_one_file_of_a_stranger_is_enough(tmp_path: Path, file: str, said: str) -> None:
     (path,) = save_steps(tmp_path, 1)
-    os.chown(path / "model.safetensors", STRANGER, STRANGER)
-    with pytest.raises(CheckpointRejected, match=r"model\.safetensors: belongs to user"):
+    os.chown(path / file, STRANGER, STRANGER)
+    with pytest.raises(CheckpointRejected, match=rf"{said}: belongs to user .*, not to user root"):
         newest(tmp_path)
 
 
@@ -197,3 +191,18 @@ def test_a_strangers_checkpoints_do_not_count_among_those_to_keep(tmp_path: Path
     save_steps(tmp_path, 4)
     assert paths[0].exists()
     assert loading.verify(paths[0]).step == 1
+
+
+@pytest.mark.parametrize(("flag", "code"), [(os.ST_RDONLY, errno.EROFS), (0, errno.EACCES)])
+def test_where_nothing_can_be_written_what_is_there_needs_no_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int, code: int
+) -> None:
+    """A run that resumed there ended as a wrong use, and of a read-only disk with "Permission denied"."""
+    model = filled(nn.Linear(2, 2))
+    save(tmp_path, step=1, model=model)
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flag))
+    assert save(tmp_path, step=1, model=model) == tmp_path / "step-00000001"
+    with pytest.raises(OSError, match=str(tmp_path)) as failed:
+        save(tmp_path, step=2, model=model)
+    assert failed.value.errno == code

@@ -1,9 +1,4 @@
-"""States that were written, and then went to the wrong place, or to none.
-
-Tensors that share memory and are two objects were sent twice, and refused. Of a divided state each buffer was
-written by another rank. A module in two wrappers was called by two names. A shard group that is no run of
-ranks was taken for one. Masters in bfloat16 were filled with rounded float32 before that was noticed.
-"""
+"""Each tensor of a state is written once, under one name, by one rank: states that once did not come back."""
 
 from __future__ import annotations
 

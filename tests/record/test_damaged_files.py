@@ -1,8 +1,4 @@
-"""Files that were valid JSON, but not what a run writes, ended in a traceback; pipes were waited for.
-
-A line whose step was text ended `--resume` in a comparison of text with a number, and `mkfifo` in the place
-of any file hung every command that looked at it, for ever.
-"""
+"""Files that are valid JSON, but not what a run writes, and pipes in their place: refused by name, or read."""
 
 from __future__ import annotations
 
