@@ -89,12 +89,6 @@ def test_each_rank_keeps_what_the_schedule_says(mesh: Mesh, schedule: str, chunk
         assert expected == (G if schedule == "gpipe" else 3 - rank)
 
 
-@world(2, pp=2, dp=1, backend="shm")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_over_shared_memory_it_is_the_same(mesh: Mesh, schedule: str) -> None:
-    assert peak_of(mesh, schedule, 1) == said(schedule, 2, 1, mesh.along["pp"].rank)
-
-
 def most_outputs(mesh: Mesh) -> int:
     """How many outputs of the first of two linear layers, which do not save them, are there at a time."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))

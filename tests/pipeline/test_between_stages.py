@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -266,15 +267,6 @@ def test_a_parameter_of_the_loss_that_is_in_no_layer_is_refused(mesh: Mesh, sche
 
 
 @world(2, pp=2, dp=1)
-def test_a_weight_of_another_stage_is_no_parameter_of_the_loss(mesh: Mesh) -> None:
-    net = nn.Sequential(Scale(), Scale())
-    model = instep.Pipeline(net, mesh)
-    with pytest.raises(ValueError if mesh.rank else Desync, match=r"a parameter of shape \(0,\) is used"):
-        model.step(lambda output, _: output.sum() + net[0].weight.sum(), lambda one: X[one.index], data=G)
-    model.close()
-
-
-@world(2, pp=2, dp=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_tensor_of_ones_own_gets_its_gradient_where_it_is_used(mesh: Mesh, schedule: str) -> None:
     """In two parts, too, where its backward is one of weights."""
@@ -296,20 +288,6 @@ def test_a_tensor_of_ones_own_gets_its_gradient_where_it_is_used(mesh: Mesh, sch
 def all_but_integers_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (message_words, connections):
         monkeypatch.setattr(module, "is_on_device", torch.is_floating_point)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_what_was_on_a_device_comes_to_that_of_the_receiver(
-    backend: str, all_but_integers_on_a_device: None
-) -> None:
-    @world(2, pp=2, dp=1, backend=backend)
-    def sent(mesh: Mesh) -> None:
-        there = torch.device("meta")
-        x, indices, nothing = passed(mesh, StageChannel(mesh.along["pp"].group, there))[0]
-        assert x is not None and (x.device, x.shape, x.stride()) == (there, (4, 3), (1, 4))
-        assert indices is not None and indices.tolist() == [0, 1, 2] and nothing is None
-
-    sent()
 
 
 @world(2, pp=2, dp=1, backend="gloo")
@@ -351,3 +329,66 @@ def test_a_stage_that_is_gone_is_a_lost_peer(
         with pytest.raises(PeerLost, match="a rank left 0RECV_B0"):
             ends.take(1, "0RECV_B0", lambda head: None)
     group.close()
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        (lambda output, _: output.square().mean(1), r"micro-batch 0: expected a scalar tensor, got \(3,\)"),
+        (lambda output, _: output.sum().item(), r"expected a scalar tensor, got a float"),
+        (lambda output, _: None, r"expected a scalar tensor, got a NoneType"),
+        (lambda output, _: output.detach().sum(), r"has no gradient: compute it from the output"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_in_words(
+    mesh: Mesh, loss: Callable[[Any, MicroBatch], Any], error: str
+) -> None:
+    last = mesh.along["pp"].rank == 1
+    model = instep.Pipeline([Scale(), Scale()], mesh)
+    with pytest.raises(
+        (TypeError, ValueError) if last else Desync, match=error if last else f"rank 1: .*Error: .*{error}"
+    ):
+        model.step(loss, lambda one: X[one.index], data=G)
+    model.close()
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 3)
+
+
+class Watched(nn.Module):
+    """Notes the strides of what comes to it, on both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, tuple[int, ...]]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(("forward", x.stride()))
+        out = x * 2
+        out.register_hook(lambda gradient: self.seen.add(("backward", gradient.stride())))
+        return out
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_what_goes_between_stages_keeps_its_strides(mesh: Mesh, cut: int, schedule: str) -> None:
+    def net() -> nn.Sequential:
+        found = nn.Sequential(nn.Conv2d(3, 4, 3), Watched(), Turn(), Watched(), nn.Linear(4, 4))
+        return found.to(memory_format=torch.channels_last)
+
+    def inputs(micro_batch: MicroBatch) -> Tensor:
+        return torch.ones(2, 3, 8, 6).to(memory_format=torch.channels_last)
+
+    alone, here = net(), net()
+    alone(inputs(MicroBatch(0, G))).square().mean().backward()
+    model = instep.Pipeline(here, mesh, schedule, cuts=[cut])
+    model.step(lambda output, _: output.square().mean(), inputs, data=G)
+    watched = [(one.seen, other.seen) for one, other in zip(here, alone, strict=True) if type(one) is Watched]
+    seen = [pair for pair in watched if pair[0]]
+    assert len(seen) == sum((i < cut) == (mesh.along["pp"].rank == 0) for i in (1, 3))
+    assert all(one == other for one, other in seen)
+    model.close()

@@ -1,15 +1,17 @@
-"""Illegal schedules are refused with the grid, the place, and what to do; each check has its control."""
+"""Illegal schedules are refused with the grid, the place and the fix; messages follow from the others."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.pipeline.actions import BACKWARD, FORWARD, Action, GridPlace, Schedule
+from instep.pipeline.actions import COMPUTE, FORWARD, RECEIVES, SENDS, Action, GridPlace, Rows, Schedule
 from instep.pipeline.check import IllegalSchedule, activations, check, peak_activations
+from instep.pipeline.communication import programs, receiver, send_of
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import StageTimes, simulate
 from tests.pipeline.drawn import schedules
@@ -125,22 +127,74 @@ def test_what_is_refused_is_what_does_not_come_to_its_end(schedule, data):
         simulate(swapped, StageTimes(1, 1, 1))
 
 
-@given(schedules(ranks=2), st.data())
-def test_a_rank_that_finishes_each_micro_batch_starves_a_rank_that_fills(schedule, data):
-    """The deadlock: one rank waits for a backward before it sends what the other wants to have first."""
-    assume(schedule.num_stages == schedule.num_ranks and schedule.num_micro_batches > 1)
-    rank = data.draw(st.integers(0, schedule.num_ranks - 2))
-    one_by_one = [
-        Action(rank, kind, k) for k in range(schedule.num_micro_batches) for kind in (FORWARD, BACKWARD)
-    ]
-    all_at_once = [Action(rank + 1, kind, k) for kind in "FB" for k in range(schedule.num_micro_batches)]
-    rows = [*schedule.rows]
-    rows[rank], rows[rank + 1] = tuple(one_by_one), tuple(all_at_once)
-    with pytest.raises(IllegalSchedule, match=f"deadlock: .*rank {rank} at {rank}B0 for {rank + 1}B0"):
-        check(Schedule(tuple(rows), schedule.stage_ranks, schedule.num_micro_batches))
-
-
 def test_a_legal_schedule_may_be_anything_that_runs():
     """As a user would bring it: uneven, W where it fits, B and I by micro-batch."""
     check(Schedule.parse("0F0 0F1 0B0 0I1 0W1\n1F0 1I0 1F1 1B1 1W0"))
     assert peak_activations(generate("gpipe", 2, 3)) == [3, 3]
+
+
+def words(program):
+    return " ".join(map(str, program))
+
+
+def require_same_order(schedule: Schedule, rows: Rows) -> None:
+    """Every rank receives what another sends it in the order in which that one sends it."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind in SENDS:
+                sent[rank, receiver(schedule, action)].append(action)
+            elif action.kind in RECEIVES:
+                received[schedule.stage_ranks[send_of(action).stage], rank].append(send_of(action))
+    assert sent == received
+
+
+def test_a_send_follows_what_it_sends_and_a_receive_comes_one_action_ahead():
+    first, second = programs(generate("1f1b", 2, 2))
+    assert words(first) == "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1"
+    assert words(second) == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+
+
+def test_receives_are_posted_as_far_ahead_as_wanted():
+    schedule = generate("1f1b", 2, 2)
+    assert words(programs(schedule, ahead=0)[0]) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert words(programs(schedule, ahead=9)[0]) == "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1"
+
+
+def test_between_stages_of_one_rank_nothing_is_sent():
+    """The turn of the V: rank 1 holds stages 1 and 2."""
+    both = programs(Schedule.parse("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0"))
+    assert words(both[0]) == "3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3B0 3SEND_B0 0B0"
+    assert words(both[1]) == "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 1B0 1SEND_B0"
+    assert all(action.kind in COMPUTE for action in programs(generate("interleaved", 1, 4, 3))[0])
+
+
+def test_receives_keep_the_order_of_the_sends_where_uses_do_not():
+    """Rank 0 sends 0F0 before 0F1; rank 1 needs the second first."""
+    schedule = Schedule.parse("0F0 0F1 0B1 0B0\n1F1 1B1 1F0 1B0")
+    received = [action for action in programs(schedule)[1] if action.kind in RECEIVES]
+    assert words(received) == "1RECV_F0 1RECV_F1"
+    require_same_order(schedule, programs(schedule))
+
+
+@given(schedules(), st.integers(0, 3))
+def test_every_message_has_two_ends_and_every_receive_stands_before_its_use(schedule, ahead):
+    rows = programs(schedule, ahead)
+    require_same_order(schedule, rows)
+    simulate(schedule, StageTimes(1, 1, 1), ahead=ahead)  # which comes to its end
+    assert [[action for action in row if action.kind in COMPUTE] for row in rows] == [
+        list(row) for row in schedule.rows
+    ]
+    ends = Counter(action for row in rows for action in row if action.kind in SENDS)
+    assert ends == Counter(send_of(action) for row in rows for action in row if action.kind in RECEIVES)
+    crossings = sum(a != b for a, b in zip(schedule.stage_ranks, schedule.stage_ranks[1:], strict=False))
+    assert ends.total() == 2 * crossings * schedule.num_micro_batches
+    for row in rows:
+        there = set()
+        for action in row:
+            there.add(action)
+            for needed in schedule.needs(action) if action.kind in COMPUTE else ():
+                if schedule.stage_ranks[needed.stage] != schedule.stage_ranks[action.stage]:
+                    assert (
+                        Action(action.stage, "RECV_F" if needed.kind == "F" else "RECV_B", needed[2]) in there
+                    )

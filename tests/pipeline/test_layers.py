@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.mesh.mesh import Mesh
-from instep.pipeline import schedules
 from tests.parity import world_of_one
-from tests.rejoin import unranked
 from tests.world import world
 
 G, WIDTH = 4, 4
@@ -119,37 +117,6 @@ def test_a_rank_can_be_without_frozen_whole_numbers(mesh: Mesh) -> None:
     whole = instep.full_state_dict(model)
     assert torch.equal(whole["0.codes"], torch.arange(WIDTH))
     assert torch.equal(whole["1.codes"], torch.arange(WIDTH))
-    model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_a_pipeline_that_left_between_step_and_zero_grad_has_no_gradient_of_any_rank(mesh: Mesh) -> None:
-    model = instep.Pipeline(nn.Sequential(linear(), linear()), mesh, micro_batches=G)
-    model.step(mean_square, lambda micro_batch: x[micro_batch.index])
-    assert any(p.grad is not None for p in model.parameters())
-    state = model.__instep_state__()
-    state.leave()
-    assert gradients(model) == [None] * 4
-    state.join(mesh)
-    with torch.no_grad():
-        for p in model.parameters():
-            if model.home is not None and model.home.holds(p):
-                p.data = torch.ones(p.shape)
-    assert model.home is not None
-    model.home.loaded()
-    model.step(mean_square, lambda micro_batch: x[micro_batch.index])
-    model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_a_schedule_of_ones_own_is_given_before_there_are_ranks(mesh: Mesh) -> None:
-    """As a script does under ``instep run``."""
-    own = str(schedules.gpipe(2, G))
-    model = instep.Pipeline(nn.Sequential(linear(), linear()), unranked(), own, G)
-    state = model.__instep_state__()
-    state.leave()
-    state.join(mesh)
-    assert (model.placement["schedule"], model.placement["pp"]) == ("own", 2)
     model.close()
 
 

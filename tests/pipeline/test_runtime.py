@@ -14,14 +14,10 @@ from torch.nn import functional as F
 
 import instep
 from instep import events
-from instep.errors import Desync
-from instep.events import PIPELINE, Event, Timeline
+from instep.events import Event, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
-from instep.net.lane import Handle
-from instep.pipeline import schedules
-from instep.pipeline.simulate import StageTimes, simulate
 from instep.reduce.exchange import OrderedAllReduce
 from instep.state.hash import SharedHash
 from instep.step.micro_batches import MicroBatch
@@ -113,12 +109,6 @@ def piped(mesh: Mesh, net: nn.Module, schedule: str, **options: Any) -> str:
     return found
 
 
-@world(4, pp=2, dp=2, backend="shm")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_two_stages_of_two_ranks_each_have_them_too(mesh: Mesh, schedule: str) -> None:
-    assert piped(mesh, gpt(checkpoint=True), schedule) == of_one_rank()
-
-
 class Late(nn.Module):
     """A layer whose backward number ``last`` waits until ``begun`` is set, and says whether it was."""
 
@@ -185,16 +175,6 @@ def test_a_schedule_of_ones_own_is_a_text(mesh: Mesh) -> None:
         instep.Pipeline(gpt(), mesh, own, G, chunks=2)
 
 
-def test_a_schedule_of_one_row_is_one_of_one_rank() -> None:
-    row = " ".join(f"0F{k} 0B{k}" for k in reversed(range(G)))
-    model = instep.Pipeline(gpt(), world_of_one(), row, G)
-    assert model.placement["schedule"] == "own"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer)
-    assert sha256(model, optimizer) == of_one_rank()
-    model.close()
-
-
 @world(2, pp=2, dp=1)
 def test_a_rank_has_the_memory_of_its_layers_alone(mesh: Mesh) -> None:
     net = gpt(tied=False)
@@ -235,50 +215,6 @@ def test_state_dicts_are_whole_or_refused(mesh: Mesh) -> None:
     whole = instep.full_state_dict(model)
     assert list(whole) == list(before)
     assert all(torch.equal(whole[name], before[name]) for name in before)
-    model.close()
-
-
-@pytest.fixture
-def waits() -> threading.Event:
-    return threading.Event()
-
-
-@world(2, pp=2, dp=1)
-def test_a_recorded_step_has_the_spans_of_the_simulated_one(mesh: Mesh, waits: threading.Event) -> None:
-    """Rank 0 begins when rank 1 waits for what it makes."""
-    model = instep.Pipeline(gpt(tied=False), mesh, "zb-h1", G)
-    row, rank = model._channel.group, mesh.rank
-    wait = row.wait
-
-    def watched(work: Handle, operation: str) -> None:
-        if operation == "1RECV_F0":
-            waits.set()
-        wait(work, operation)
-
-    def tokens(micro_batch: MicroBatch) -> Tensor:
-        assert waits.wait(30)
-        return windows(0, micro_batch)[:, :-1]
-
-    row.wait = watched  # type: ignore[method-assign]
-    mesh.recorder.begin_step(0)
-    model.step(lambda logits, micro_batch: loss(logits, 0, micro_batch), tokens)
-    mesh.recorder.end_step()
-    recorded = Timeline(mesh.recorder.events).of(mesh.rank, 0)
-    simulated = simulate(schedules.generate("zb-h1", 2, G), StageTimes(1, 1, 1, 0.5)).of(rank, 0)
-
-    def told(events: list[Event], name: str) -> list[tuple[object, ...]]:
-        its = [event for event in events if name in (event.lane, event.name)]
-        return [(event.name, event.lane, event.leaf, event.stage, event.peer) for event in its]
-
-    first_has_none = ("input gradient", 0)  # nothing is sent on from the first stage
-    assert told(recorded, "compute") == [
-        one for one in told(simulated, "compute") if (one[0], one[3]) != first_has_none
-    ]
-    if rank == 1:
-        assert {(PIPELINE, "host", 0, 1, 0), (PIPELINE, "host", 0, 1, -1)} <= {*told(recorded, PIPELINE)}
-        assert ("activations", "communication", 0, 1, 0) in told(recorded, "activations")
-        (first, *_) = [event for event in recorded if event.name == "activations"]
-        assert first.bytes == 2 * 8 * 16 * 4  # windows, tokens, width, of four bytes
     model.close()
 
 
@@ -382,24 +318,6 @@ def test_data_of_a_micro_batch_is_let_go_after_its_last_action(mesh: Mesh) -> No
     model.step(lambda output, one: looked(one).sum() * output.sum(), looked, data)
     # As many as are under way on the rank, the one that is begun, and the one that was read last.
     assert len(most) == 8 and max(most) <= 4
-    model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_a_rank_that_raises_is_named_by_the_others_at_once(mesh: Mesh) -> None:
-    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
-
-    def fails(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
-        if micro_batch.index == 3:
-            raise ZeroDivisionError
-        return loss(logits, 0, micro_batch)
-
-    kinds = (Desync,) if mesh.along["pp"].rank == 0 else (ZeroDivisionError,)
-    with pytest.raises(kinds) as raised:
-        model.step(fails, lambda micro_batch: windows(0, micro_batch)[:, :-1])
-    if kinds == (Desync,):
-        assert "rank 1: ZeroDivisionError" in str(raised.value)
-    assert all(p.grad is None for p in model.parameters())
     model.close()
 
 

@@ -1,16 +1,20 @@
-"""Gradients of which a rank of a pipeline has those of its stage: norms, optimizers, and what is refused."""
+"""Gradients of stages: in two parts, of norms and optimizers, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.mesh.mesh import Mesh
+from instep.pipeline.split_backward import gradients_at_once, input_gradients
 from tests.world import world
 
 MAX_NORM = 0.01
@@ -57,20 +61,6 @@ def test_the_norm_of_a_model_with_a_frozen_stage_is_that_of_one_rank(mesh: Mesh,
     model.close()
 
 
-@world(2, pp=2, dp=1)
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_layers_of_one_stage_can_be_clipped_alone(mesh: Mesh, number: int) -> None:
-    module = net()
-    expected, whole = alone(module, MAX_NORM, module[number].parameters())
-    module = net()
-    model = stepped(mesh, module)
-    assert float(instep.clip_grad_norm_(module[number].parameters(), MAX_NORM)) == expected > MAX_NORM
-    assert_same_gradients(model, whole)
-    model.zero_grad()
-    assert float(instep.clip_grad_norm_(module[number].parameters(), MAX_NORM)) == 0.0
-    model.close()
-
-
 class Signs(torch.optim.Optimizer):
     """An optimizer of one's own, with the shortest step that there is."""
 
@@ -93,18 +83,6 @@ def test_an_optimizer_whose_step_takes_no_closure_steps_this_stage(mesh: Mesh) -
     Signs(whole.parameters()).step()
     found = instep.full_state_dict(model)
     assert all(torch.equal(found[name], x) for name, x in whole.state_dict().items())
-    model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_a_parameter_of_another_stage_has_no_elements_and_no_gradient(mesh: Mesh) -> None:
-    module = net()
-    model = stepped(mesh, module)
-    mine, absent = (module[0], module[1]) if mesh.rank == 0 else (module[1], module[0])
-    assert [(p.shape, p.grad) for p in absent.parameters()] == [((0, 4), None), ((0,), None)]
-    assert all(p.grad is not None and p.grad.shape == p.shape for p in mine.parameters())
-    with pytest.raises(RuntimeError, match="Linear, was called, whose weights are on another rank"):
-        module(torch.ones(2, 4))
     model.close()
 
 
@@ -155,3 +133,92 @@ def test_no_other_code_may_change_gradients_of_which_it_sees_one_stage(
     with pytest.raises(RuntimeError, match=r"was written to since.*instep.clip_grad_norm_.*bfloat16"):
         change(model, optimizer)
     model.close()
+
+
+Forward = Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]]
+
+
+def tied(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    return ((x + w[0]) * w[1] + w[0],)
+
+
+def unrolled(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    for _ in range(3):
+        x = torch.tanh(x @ w[2] + w[0])
+    return (x,)
+
+
+def of_a_shared_cast(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    half = w[2].double()
+    return ((x.double() @ half).sin() @ half,)
+
+
+def beside_the_path(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    return x * w[0], w[1].exp() + w[0], w[2]
+
+
+def in_a_residual(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    return (x + F.layer_norm(x @ w[2], (4,), w[0], w[1]),)
+
+
+def with_a_hook(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    found = x @ w[2] + w[0]
+    found.register_hook(lambda gradient: gradient * 3)
+    return (found.sin(),)
+
+
+def with_a_hook_of_a_weight(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    w[2].register_hook(lambda gradient: gradient * 3)
+    return ((x @ w[2]).sin() + w[0],)
+
+
+def with_a_weight_that_is_not_used(x: Tensor, w: list[Tensor]) -> tuple[Tensor, ...]:
+    return (x @ w[2],)
+
+
+FORWARDS = (
+    tied,
+    unrolled,
+    of_a_shared_cast,
+    beside_the_path,
+    in_a_residual,
+    with_a_hook,
+    with_a_hook_of_a_weight,
+    with_a_weight_that_is_not_used,
+)
+
+
+def given() -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, generator=generator, requires_grad=True)
+    shapes = ((4,), (4,), (4, 4))
+    return x, [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def of_one_part(forward: Forward) -> list[Tensor | None]:
+    x, weights = given()
+    outputs = forward(x, weights)
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    return [x.grad, *(w.grad for w in weights)]
+
+
+@pytest.mark.parametrize("split", [input_gradients, gradients_at_once])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_two_parts_have_the_bits_of_one(forward: Forward, split: Callable) -> None:
+    x, weights = given()
+    made = forward(x, weights)
+    outputs, ones = [get_gradient_edge(y) for y in made], [torch.ones_like(y) for y in made]
+    (first,), later = split(outputs, ones, [x])
+    assert all(w.grad is None for w in weights)
+    del made, outputs  # as a stage does: of a step's last micro-batch no graph is left
+    later()
+    for found, expected in zip([first, *(w.grad for w in weights)], of_one_part(forward), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
+
+
+def test_all_of_a_reentrant_checkpoint_is_refused_with_the_ways_out() -> None:
+    x, weights = given()
+    output = checkpoint(lambda x: x @ weights[2], x, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"use_reentrant=False, or take a schedule without I and W"):
+        gradients_at_once([get_gradient_edge(output)], [torch.ones(3, 4)], [x])

@@ -106,11 +106,6 @@ def three() -> list[nn.Module]:
     return [Tied(weight), Tied(weight), nn.Tanh(), Tied(weight)]
 
 
-def two() -> list[nn.Module]:
-    weight = conv_weight()
-    return [Tied(weight), Tied(weight)]
-
-
 def weight_of(layers: list[nn.Module]) -> nn.Parameter:
     (found,) = {p for layer in layers for p in layer.parameters() if p.ndim == 4}
     return found
@@ -185,16 +180,3 @@ def test_a_shared_weight_that_no_stage_uses_has_no_gradient(mesh: Mesh) -> None:
     if mesh.rank == 0:
         assert weight.grad is None and trained.grad is not None
     model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_a_pipeline_refuses_a_schedule_that_its_shared_parameters_forbid(mesh: Mesh) -> None:
-    text = "0F0 0B0 0F1 0B1\n1F0 1I0 1F1 1I1 1W0 1W1"
-    with pytest.raises(ValueError, match=r"rank 0 at 0B0 for 1W0"):
-        instep.Pipeline(two(), mesh, text, 2)
-
-
-@world(2, pp=2, dp=1)
-def test_sparse_gradients_are_refused(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=r"'0' has sparse gradients: make it with sparse=False"):
-        instep.Pipeline([nn.Embedding(3, 4, sparse=True), nn.Linear(4, 4)], mesh)

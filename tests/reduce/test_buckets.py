@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from instep.memory import align_bytes
 from instep.net.process_group import Group
-from instep.reduce.buckets import Bucket, flat_real, group_by_cap, make_buckets, num_real, wire_dtype
+from instep.reduce.buckets import Bucket, flat_real, group_by_cap, make_buckets, num_real
 
 CPU = torch.device("cpu")
 KIB = 1 / 1024  # in MiB, the unit of caps
@@ -74,23 +73,6 @@ def test_padding_is_minus_zero_and_changes_no_float(sizes, num_ranks):
     assert (floats + -0.0).view(torch.int32).tolist() == floats.view(torch.int32).tolist()
 
 
-def test_slots_keep_the_order_of_their_group_and_the_positions_of_registration():
-    parameters = parameters_of(3, 20, 1)
-    first, second = make_buckets(parameters, [[2, 1], [0]], ranks(2))
-    assert first.followed and not second.followed
-    assert [(slot.position, slot.offset, slot.length) for slot in first.slots] == [(2, 0, 1), (1, 16, 20)]
-    assert [(slot.position, slot.offset, slot.length) for slot in second.slots] == [(0, 0, 3)]
-    assert [first.index, second.index] == [0, 1]
-    assert first.slice_length == 32  # 36 elements in 2 slices of whole 64-byte lines
-    assert second.num_elements == 32
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_node_is_never_narrower_than_float32(dtype):
-    wide = {torch.float64, torch.complex128}
-    assert wire_dtype(dtype) == (torch.float64 if dtype in wide else torch.float32)
-
-
 def test_a_complex_gradient_travels_as_pairs():
     parameter = torch.zeros(2, 3, dtype=torch.complex64)
     bucket = one_bucket([parameter, torch.zeros((), dtype=torch.complex64)])
@@ -101,39 +83,6 @@ def test_a_complex_gradient_travels_as_pairs():
     assert bucket.home[:12].tolist() == [x for z in gradient.flatten().tolist() for x in (z.real, z.imag)]
     assert bucket.home[16:18].tolist() == [5, -2]
     assert flat_real(gradient).tolist() == bucket.home[:12].tolist()
-
-
-def test_a_strided_gradient_is_laid_out_in_logical_order():
-    gradient = torch.arange(6.0).view(2, 3).t()
-    assert flat_real(gradient).tolist() == [0, 3, 1, 4, 2, 5]
-
-
-# 256 float32 are one KiB.
-@pytest.mark.parametrize(
-    ("sizes", "caps", "groups"),
-    [
-        ([256, 256, 256], 2 * KIB, [[0, 1], [2]]),
-        ([255, 1, 256], KIB, [[0, 1], [2]]),
-        ([1, 1000, 1], KIB, [[0, 1], [2]]),
-        ([1000], KIB, [[0]]),
-        ([256] * 5, [KIB, 2 * KIB], [[0], [1, 2], [3, 4]]),
-        ([256] * 4, [2 * KIB, KIB], [[0, 1], [2], [3]]),
-        ([1, 2, 3], 25, [[0, 1, 2]]),
-        ([], 25, []),
-    ],
-    ids=[
-        "a bucket closes when it is full",
-        "exactly full",
-        "the one that overflows is the last",
-        "one larger than the cap is a bucket of its own",
-        "the last cap of a list holds for all that follow",
-        "a small first bucket is not the rule",
-        "all fit",
-        "nothing",
-    ],
-)
-def test_parameters_are_cut_into_buckets(sizes, caps, groups):
-    assert group_by_cap(parameters_of(*sizes), range(len(sizes)), caps) == groups
 
 
 def test_caps_may_be_computed_from_the_bytes_on_the_wire_in_order():
@@ -181,27 +130,8 @@ def test_caps_are_positive(caps):
         group_by_cap(parameters_of(1), [0], caps)
 
 
-def test_views_are_made_once_per_buffer():
-    bucket = one_bucket(parameters_of(3, 4))
-    assert all(a is b for a, b in zip(bucket.views(bucket.home), bucket.views(bucket.home), strict=True))
-    spare = bucket.counter._spare()
-    assert [view.shape for view in bucket.views(spare)] == [(3,), (4,)]
-    assert bucket.views(spare)[0].data_ptr() == spare.data_ptr()
-
-
 def so_many(count: int) -> Callable[[Bucket], int]:
     return lambda _: count
-
-
-def test_a_step_begins_without_leaves_and_without_presence():
-    bucket = one_bucket(parameters_of(3))
-    bucket.begin(2, so_many(0), (range(2),))
-    bucket.slots[0].present = bucket.launched = True
-    bucket.counter.push(0, bucket.counter.open())
-    bucket.begin(2, so_many(0), (range(2),))
-    assert not bucket.counter.roots
-    assert not bucket.launched
-    assert not bucket.slots[0].present
 
 
 def attached(bucket: Bucket, parameters: list[Tensor]) -> int:
@@ -247,13 +177,3 @@ def test_a_bucket_moves_rather_than_write_over_a_gradient_that_somebody_kept(kee
     address = bucket.home.data_ptr()
     bucket.begin(1, so_many(0), (range(1),))
     assert bucket.home.data_ptr() == address  # once is enough
-
-
-def test_a_bucket_that_moved_has_new_memory_and_lets_go_of_the_old():
-    bucket = one_bucket(parameters_of(3))
-    kept = bucket.view(bucket.slots[0], bucket.home)
-    old = weakref.ref(bucket.views(bucket.home)[0])
-    bucket.begin(1, so_many(0), (range(1),))
-    assert bucket.views(bucket.home)[0].data_ptr() == bucket.home.data_ptr() != kept.data_ptr()
-    assert bool((bucket.home == 0).all()) and bool(torch.signbit(bucket.home).all())
-    assert old() is None

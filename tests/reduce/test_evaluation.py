@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import instep
 from instep.mesh.mesh import Mesh
+from instep.net.process_group import alone
+from instep.run.step import share
 from tests.world import world
 
 NUMBERS = [0.1 * 3**k * (-1) ** k for k in range(11)]
@@ -125,3 +128,25 @@ def test_the_default_group_is_found_as_by_a_wrapper(mesh: Mesh) -> None:
     for _ in range(2):  # the second time over the group of the first
         assert instep.mean(float(rank)) == 0.5
     assert instep.gather(torch.tensor([rank])).tolist() == [0, 1]
+
+
+class Named(nn.Linear):
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        parameter.normal_(generator=generator)
+
+
+def test_the_default_device_is_for_the_script_s_tensors_alone() -> None:
+    """As of ``torch.set_default_device``: generators, norms and the order of rows stay on the CPU."""
+    net, again = Named(3, 2), Named(3, 2)
+    instep.initialize(again, seed=1)
+    net(torch.ones(3)).sum().backward()
+    rows = torch.tensor([2.0, 1.0, 1.0])
+    with torch.device("meta"):
+        instep.initialize(net, seed=1)
+        norm = instep.clip_grad_norm_(net.parameters(), 1.0)
+        gathered = instep.gather(rows, index=[1, 0, 0])
+        told = share({"stop": 1.0}, [2.0], alone())
+    assert torch.equal(net.weight, again.weight)
+    assert norm.item() == 8**0.5
+    assert gathered.tolist() == [1.0, 2.0]
+    assert told == ({"stop": 1.0}, [[2.0]])

@@ -56,11 +56,6 @@ def test_no_flag_is_lost_at_the_edge_of_a_word(num_parameters):
         assert unpack(pack(GOOD, flags, num_flags, length)[None], num_flags) == ([GOOD], [flags])
 
 
-def test_ranks_that_differ_only_in_what_is_their_own_agree():
-    other = GOOD._replace(weight=0, ready_ns=5)
-    assert disagreement([GOOD, other, GOOD], [4, 5, 6]) is None
-
-
 @pytest.mark.parametrize("field", sorted(set(AGREED) - {"op"}))
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_the_odd_rank_is_named_with_both_values(field, odd):

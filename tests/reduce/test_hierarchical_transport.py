@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from instep.errors import Desync, PeerLost
 from instep.net.messages import Messages
-from instep.reduce.hierarchical_transport import HierarchicalTransport
 from instep.reduce.tree import by_host, plan_sum, rank_major, roots
 from tests.far import evenly, host_group, hosts
 from tests.reduce.reductions import (
@@ -19,7 +18,6 @@ from tests.reduce.reductions import (
     content,
     drawn_bucket,
     filled_bucket,
-    has_clean_padding,
     header_for,
     is_mean,
     new_exchange,
@@ -130,19 +128,6 @@ def exchanges_a_root_a_host(mesh, sent):
     assert set(headers) == {8 * num_local * exchange.header_length}
     assert len(parts) == 2 * num_local * others
     assert sum(parts) == 2 * bucket.nbytes * others // group.num_hosts
-
-
-def test_buckets_keep_their_padding():
-    with hosts(*evenly(2, 2)):
-        world(4)(keeps_padding)()
-
-
-def keeps_padding(mesh):
-    group, leaves = host_group(mesh), rank_major(8, 4)
-    exchange = new_exchange(group)
-    assert isinstance(exchange.transport, HierarchicalTransport)
-    bucket = run(exchange, drawn_bucket(group, leaves), leaves)
-    assert has_clean_padding(bucket) and is_mean(bucket, 8)
 
 
 @pytest.mark.parametrize("odd", range(4))

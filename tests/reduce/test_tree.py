@@ -9,16 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.reduce.tree import are_siblings, host_major, rank_major, roots, round_major, split, sum_of
-from tests.reduce.trees import children, half, maximal_nodes, parenthesised, tree_sum
+from instep.reduce.tree import are_siblings, host_major, rank_major, roots, round_major, sum_of
+from tests.reduce.trees import children, maximal_nodes, parenthesised, tree_sum
 
 POWERS = [1 << k for k in range(11)]
-
-
-@given(st.integers(0, 1 << 40), st.integers(2, 5000))
-@settings(deadline=None)
-def test_a_node_divides_after_the_largest_power_of_two_below_its_length(lo, length):
-    assert split(lo, lo + length) == lo + half(length)
 
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 5, 8, 11, 16])
@@ -34,12 +28,6 @@ def test_roots_are_the_maximal_nodes_that_a_rank_has_alone(num_leaves, data):
     leaves = data.draw(st.sets(st.integers(0, num_leaves - 1)))
     arrival = data.draw(st.permutations(sorted(leaves)))
     assert roots(arrival, num_leaves) == maximal_nodes(leaves, num_leaves)
-
-
-@pytest.mark.parametrize("num_leaves", [2, 7, 16, 33])
-def test_a_contiguous_range_has_at_most_two_roots_a_level(num_leaves):
-    most = max(len(roots(range(lo, hi), num_leaves)) for lo, hi in combinations(range(num_leaves + 1), 2))
-    assert most <= 2 * math.log2(num_leaves)
 
 
 @st.composite
@@ -72,12 +60,6 @@ def test_every_placement_and_every_arrival_gives_one_expression(placement, rando
     assert values[nodes.index(min(nodes))] == tree_sum(names, parenthesised)
 
 
-def test_five_leaves_on_three_ranks_are_added_as_drawn():
-    nodes = [node for leaves in ([0, 1, 2], [3], [4]) for node in roots(leaves, 5)]
-    assert nodes == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert sum_of(nodes, (), 5).adds == ((1, 2), (0, 1), (0, 3))
-
-
 @pytest.mark.parametrize(
     "nodes",
     [[], [(0, 4)], [(0, 4), (4, 5), (4, 5)], [(0, 2), (1, 2), (2, 4), (4, 5)], [(1, 3), (0, 1), (3, 5)]],
@@ -96,12 +78,6 @@ def test_round_major_deals_the_leaves_in_turn(num_leaves, num_ranks):
     for leaf in range(num_leaves):
         assert dealt[leaf % num_ranks][leaf // num_ranks] == leaf
     assert sum(map(len, dealt)) == num_leaves
-
-
-@pytest.mark.parametrize("num_ranks", POWERS[:5])
-def test_a_round_of_a_power_of_two_of_ranks_is_one_node(num_ranks):
-    for first in range(0, 64, num_ranks):
-        assert roots(range(first, first + num_ranks), 64) == [(first, first + num_ranks)]
 
 
 @given(st.integers(1, 300), st.integers(1, 64))
@@ -159,13 +135,6 @@ def test_the_published_plans(num_leaves, num_ranks, loads, most, total):
     counts = [len(roots(leaves, num_leaves)) for leaves in ranges]
     assert sorted(map(len, ranges)) == loads
     assert (max(counts), sum(counts)) == (most, total)
-
-
-@pytest.mark.parametrize("num_ranks", POWERS[:7])
-def test_powers_of_two_leave_one_root_a_rank(num_ranks):
-    for num_leaves in POWERS:
-        counts = [len(roots(leaves, num_leaves)) for leaves in rank_major(num_leaves, num_ranks)]
-        assert counts == [1] * min(num_leaves, num_ranks) + [0] * max(num_ranks - num_leaves, 0)
 
 
 @pytest.mark.parametrize(("num_leaves", "num_ranks"), [(1024, 64), (1024, 63), (1000, 45), (769, 64)])

@@ -149,7 +149,7 @@ class RunningScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH, 4).t())
+        self.register_buffer("scale", torch.ones(WIDTH, 4).t().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -21,8 +21,8 @@ from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.replicate.wrapper import REFUSED, DataParallel
 from instep.shard.fully import fully_shard
 from tests.parity import filled, world_of_one
-from tests.replicate.nets import Dense, Twice
-from tests.replicate.replicas import assert_mean_gradients, gradients, samples, square
+from tests.replicate.nets import Dense
+from tests.replicate.replicas import assert_mean_gradients, gradients, square
 from tests.world import world
 
 
@@ -139,19 +139,6 @@ def test_every_keyword_of_ddp_is_known_and_one_that_asks_for_nothing_is_ignored(
 def test_devices_as_the_second_argument_are_refused(devices: object) -> None:
     with pytest.raises(TypeError, match=r"process_group: expected a mesh or a process group, got .*: dev"):
         DataParallel(nn.Linear(1, 1), devices)
-
-
-@world(2, by="process")
-def test_a_static_graph_may_have_unused_parameters_as_in_ddp(mesh: Mesh) -> None:
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(samples(rank), True).square().mean()
-
-    theirs = DistributedDataParallel(filled(Twice()), static_graph=True)
-    loss(theirs, mesh.rank).backward()
-    model = DataParallel(filled(Twice()), find_unused_parameters=False, static_graph=True)
-    loss(model, mesh.rank).backward()
-    torch.testing.assert_close(gradients(model.module), gradients(theirs.module))
-    model.close()
 
 
 def test_a_world_of_one_needs_no_group() -> None:

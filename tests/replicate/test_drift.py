@@ -22,7 +22,7 @@ from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.step import replica_watch
-from instep.step.replica_watch import AT_ONCE, PERIOD, ReplicaWatch
+from instep.step.replica_watch import PERIOD, ReplicaWatch
 from tests.replicate.replicas import equal_everywhere
 from tests.world import world
 
@@ -93,6 +93,11 @@ def told(loop: Loop, steps: int, *parameters: str, written: bool = False) -> Ite
     assert "Do on every rank what is done on one" in str(caught.value)
 
 
+def reset(loop: Loop) -> None:
+    torch.manual_seed(1)  # threads share the generator, which may be where it was for the layer
+    loop.module[2].reset_parameters()
+
+
 @world(3)
 @pytest.mark.parametrize("kind", WRAPPERS)
 @pytest.mark.parametrize("steps", [0, 2])
@@ -103,69 +108,55 @@ def test_a_layer_that_is_reset_on_one_rank_is_named_in_the_next_exchange(
         for _ in range(steps):
             loop.step()
         if mesh.rank == ODD:
-            torch.manual_seed(1)  # threads share the generator, which may be where it was for the layer
-            loop.module[2].reset_parameters()
+            reset(loop)
         with told(loop, steps, "2.weight", "2.bias", written=True):
             loop.step()
 
 
+def load(loop: Loop) -> None:
+    loop.module.load_state_dict({name: 2 * x for name, x in loop.module.state_dict().items()})
+
+
+def scale_rate(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] *= 2
+
+
+def edit_gradient(loop: Loop) -> None:
+    loop.module[0].bias.grad *= 2
+
+
+def negate_moments(loop: Loop) -> None:
+    loop.optimizer.state[loop.module[0].weight]["exp_avg"].neg_()
+
+
+def flip(loop: Loop) -> None:
+    """Past autograd."""
+    flip_bit(loop.module[0].weight, index=11, bit=0)
+
+
+# What rank 1 alone does between backward and step, and the parameters that it changes, by default all.
+CHANGES: list[tuple[Callable[[Loop], None], tuple[str, ...]]] = [
+    (load, ()),
+    (scale_rate, ()),
+    (edit_gradient, ("0.bias",)),
+    (negate_moments, ("0.weight",)),
+    (flip, ("0.weight",)),
+]
+
+
 @world(3, backend="shm")
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_state_dict_that_is_loaded_on_one_rank_is_named_in_the_next_exchange(mesh: Mesh, kind: str) -> None:
-    with looping(mesh, kind) as loop:
-        before = {name: x.clone() for name, x in loop.module.state_dict().items()}
-        loop.step()
-        if mesh.rank == ODD:
-            loop.module.load_state_dict(before)
-        with told(loop, 1, written=True):
-            loop.step()
-
-
-@world(3)
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_another_learning_rate_on_one_rank_is_named_in_the_exchange_after_its_step(
-    mesh: Mesh, kind: str
+@pytest.mark.parametrize(("change", "names"), CHANGES)
+def test_what_one_rank_does_before_its_step_is_named_in_the_exchange_after_it(
+    mesh: Mesh, change: Callable[[Loop], None], names: tuple[str, ...]
 ) -> None:
-    with looping(mesh, kind) as loop:
+    with looping(mesh, "bucketed", AdamW if change is negate_moments else PLAIN) as loop:
         loop.step()
-        loop.optimizer.param_groups[0]["lr"] *= 1 + (mesh.rank == ODD)
-        loop.step()
-        with told(loop, 2):
-            loop.step()
-
-
-@world(3)
-def test_a_gradient_that_is_edited_on_one_rank_is_named_after_its_step(mesh: Mesh) -> None:
-    with looping(mesh, "bucketed") as loop:
         loop.gradients()
         if mesh.rank == ODD:
-            loop.module[0].bias.grad *= 2
+            change(loop)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        with told(loop, 1, "0.bias"):
-            loop.step()
-
-
-@world(3)
-def test_moments_that_are_loaded_on_one_rank_are_named_after_its_step(mesh: Mesh) -> None:
-    with looping(mesh, "bucketed", AdamW) as loop:
-        loop.step()
-        if mesh.rank == ODD:
-            state = loop.optimizer.state[loop.module[0].weight]
-            state["exp_avg"].neg_()
-        loop.step()
-        with told(loop, 2, "0.weight"):
-            loop.step()
-
-
-@world(3)
-def test_a_bit_that_flips_past_autograd_is_named_after_the_next_step(mesh: Mesh) -> None:
-    with looping(mesh, "bucketed") as loop:
-        loop.step()
-        if mesh.rank == ODD:
-            flip_bit(loop.module[0].weight, index=11, bit=0)
-        loop.step()
-        with told(loop, 2, "0.weight"):
+        with told(loop, 2, *names):
             loop.step()
 
 
@@ -283,8 +274,7 @@ def test_frozen_parameters_and_buffers_may_be_each_rank_s_own(mesh: Mesh) -> Non
 def test_without_the_comparison_ranks_go_on(mesh: Mesh) -> None:
     with looping(mesh, "bucketed", check_replicas=False) as loop:
         if mesh.rank == ODD:
-            torch.manual_seed(1)  # threads share the generator, which may be where it was for the layer
-            loop.module[2].reset_parameters()
+            reset(loop)
         loop.step()
         loop.step()
         assert not equal_everywhere(mesh, loop.module.parameters())
@@ -293,9 +283,9 @@ def test_without_the_comparison_ranks_go_on(mesh: Mesh) -> None:
 # Which of it is looked at, and when.
 
 
-@pytest.mark.parametrize("num_elements", [0, 1, 15, 16, 17, 1000, 123_457])
-@pytest.mark.parametrize("num_parameters", [1, 33, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("num_elements", [0, 1, 17, 123_457])
+@pytest.mark.parametrize("num_parameters", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
 def test_every_element_has_its_turn(num_elements: int, num_parameters: int, dtype: torch.dtype) -> None:
     x = torch.zeros(num_elements, dtype=dtype)
     seen = torch.zeros(x.nbytes, dtype=torch.bool)
@@ -311,23 +301,6 @@ def test_every_element_has_its_turn(num_elements: int, num_parameters: int, dtyp
         for step in range(PERIOD):
             watch.stepped(step + 7)
     assert seen.all()
-
-
-@world(2)
-@pytest.mark.parametrize("num_parameters", [1, 16, 33, 100])
-def test_one_element_is_seen_within_its_period(mesh: Mesh, num_parameters: int) -> None:
-    """By every rank alone: the sample of the odd weights is another one, once in the period."""
-    held = [(f"{i}", torch.full((700, 3), float(i))) for i in range(num_parameters)]
-    odd = [(name, x.clone()) for name, x in held]
-    odd[num_parameters // 2][1].view(-1)[1999] += 1
-    for_good = ReplicaWatch(mesh.world.group, lambda: held, [range(2)])
-    for_odd = ReplicaWatch(mesh.world.group, lambda: odd, [range(2)])
-    different = 0
-    for step in range(PERIOD + num_parameters // AT_ONCE):
-        for_good.stepped(step)
-        for_odd.stepped(step)
-        different += for_good.sampled != for_odd.sampled
-    assert different >= 1
 
 
 @world(2)

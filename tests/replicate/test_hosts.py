@@ -88,25 +88,6 @@ def test_processes_of_a_group_that_torch_has_made_give_the_bits_of_one(mesh: Mes
             assert_bits_of_one(mesh, training, bucket_cap_mb=TINY_MB)
 
 
-@pytest.mark.parametrize("leaver", [0, 3])
-def test_a_rank_that_leaves_is_named_on_every_host(leaver: int) -> None:
-    with hosts(*evenly(2, 2)):
-        world(4)(names_who_left)(leaver=leaver, all_have_raised=threading.Barrier(4))
-
-
-def names_who_left(mesh: Mesh, leaver: int, all_have_raised: threading.Barrier) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    assert_backwards(mesh, model)
-    if mesh.rank == leaver:
-        model.close()
-    else:
-        with pytest.raises(PeerLost) as lost:
-            square(model, mesh.rank).backward()
-        assert lost.value.ranks == (leaver,), lost.value
-    all_have_raised.wait(30)
-    model.close()
-
-
 def lose_one_of_four(path: str, lost: int, declared: bool) -> None:
     with hosts(*evenly(2, 2)):
         lose_one(path, lost, declared)

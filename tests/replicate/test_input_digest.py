@@ -111,13 +111,9 @@ def test_ranks_that_read_the_same_from_the_beginning_are_told(
 
 
 @world(3, by="process")
-def test_ranks_with_unequal_numbers_of_micro_batches_are_told_too(mesh: Mesh) -> None:
-    assert len(on(mesh, loader_that_goes_on())) == (mesh.rank == 0)
-
-
-@world(2, by="process")
-def test_a_loop_that_gives_a_whole_step_one_batch_is_told_on_several_ranks(mesh: Mesh) -> None:
-    assert len(on(mesh, one_for_all())) == (mesh.rank == 0)
+def test_unequal_numbers_of_micro_batches_and_one_batch_for_all_are_told_too(mesh: Mesh) -> None:
+    for mistake in (loader_that_goes_on(), one_for_all()):
+        assert len(on(mesh, mistake)) == (mesh.rank == 0)
 
 
 RIGHT = {
@@ -136,27 +132,11 @@ def from_a_loader(model: Any, step: int) -> Iterator[tuple[MicroBatch, Tensor]]:
     return ((micro_batch, micro_batch.data) for micro_batch in model.micro_batches(loader))
 
 
-@pytest.mark.parametrize("feed", RIGHT)
-def test_right_use_is_quiet_on_one_rank(feed: str) -> None:
-    assert on(world_of_one(), RIGHT[feed]()) == []
-
-
 @world(2, by="process")
-def test_right_use_is_quiet_on_two_ranks(mesh: Mesh) -> None:
-    for feed in RIGHT.values():
-        assert on(mesh, feed()) == []
-
-
-@world(3, by="process")
-def test_right_use_is_quiet_on_three_ranks(mesh: Mesh) -> None:
-    for feed in RIGHT.values():
-        assert on(mesh, feed()) == []
-
-
-@world(2, by="process")
-def test_ranks_that_read_disjoint_shares_cannot_be_told_from_right_ones(mesh: Mesh) -> None:
-    mine = samples()[mesh.rank :: 2]
-    assert on(mesh, by_index(mine)) == []
+def test_right_use_is_quiet(mesh: Mesh) -> None:
+    """As are disjoint shares, which cannot be told from it."""
+    for feed in (*RIGHT.values(), lambda: by_index(samples()[mesh.rank :: 2])):
+        assert on(mesh, feed()) == on(world_of_one(), feed()) == []
 
 
 def test_nothing_is_looked_at_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from instep.mesh import mesh as current
-from instep.mesh.mesh import Mesh, build
+from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled
 from tests.replicate.nets import Dense
@@ -72,19 +72,6 @@ def test_two_models_in_one_backward_use_a_group_each(mesh: Mesh) -> None:
         assert_mean_gradients(mesh, both, square)
     first.close()
     second.close()
-
-
-@world(2)
-def test_two_models_with_an_optimizer_each_take_turns(mesh: Mesh) -> None:
-    models = [DataParallel(filled(Dense()), process_group=mesh) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for turn in (0, 0, 1, 0, 1, 1):
-        optimizers[turn].zero_grad()
-        square(models[turn], mesh.rank).backward()
-        assert_mean_gradients(mesh, models[turn].module, square)
-        optimizers[turn].step()
-    for model in models:
-        model.close()
 
 
 @world(2)
@@ -173,11 +160,3 @@ def test_a_mesh_with_more_axes_is_reduced_over_dp_alone(mesh: Mesh) -> None:
         parts = zip(*[alone(filled(Dense()), rank) for rank in peers], strict=True)
         torch.testing.assert_close(gradients(model.module), [sum(part) / 2 for part in parts])
         model.close()
-
-
-def test_an_axis_of_one_rank_has_the_same_words() -> None:
-    mesh = build(None, 0, 1)
-    model = DataParallel(filled(Dense()), process_group=mesh["tp"])
-    square(model, 0).backward()
-    model.sync_gradients()
-    model.close()

@@ -12,13 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.func import functional_call
 
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import WIDTH, Dense, Tied
-from tests.replicate.replicas import assert_mean_gradients, equal_everywhere, gradients, samples, square
+from tests.replicate.replicas import assert_mean_gradients, samples, square
 from tests.world import world
 
 
@@ -145,29 +144,6 @@ def test_a_model_trains_on_after_loading(mesh: Mesh) -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*layers.0.weight"):
         model.load_state_dict({})
     model.close()
-
-
-def adapted(model: nn.Module, x: Tensor) -> Tensor:
-    """The loss after one step of gradient descent on ``x``, differentiable: model-agnostic meta-learning."""
-    weights = dict(model.named_parameters())
-    loss = functional_call(model, weights, (x,)).square().mean()
-    parts = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-    fast = {name: p - 0.5 * g for (name, p), g in zip(weights.items(), parts, strict=True)}
-    return functional_call(model, fast, (x + 1,)).square().mean()
-
-
-@world(2)
-def test_meta_learning_through_functional_call(mesh: Mesh) -> None:
-    for make in (Dense, Scaled, lambda: nn.Linear(6, 3)):
-        module = filled(make())
-        alone = copy.deepcopy(module)
-        model = DataParallel(module, process_group=mesh)
-        adapted(model, samples(mesh.rank)).backward()
-        sum(adapted(alone, samples(rank)) / 2 for rank in range(2)).backward()
-        for ours, theirs in zip(gradients(module), gradients(alone), strict=True):
-            torch.testing.assert_close(ours, theirs)
-        assert equal_everywhere(mesh, gradients(module))
-        model.close()
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -18,12 +18,10 @@ from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
-from instep.step.running_statistics import EXCHANGE
 from tests.parity import (
     Training,
     assert_same_bits,
     filled,
-    norms_by_definition,
     train_by_hand,
     world_of_one,
 )
@@ -138,20 +136,6 @@ def test_norms_that_track_on_one_rank_only_are_told_apart(mesh: Mesh) -> None:
     model.close()
 
 
-@world(2)
-def test_without_norms_nothing_is_exchanged(mesh: Mesh) -> None:
-    called = []
-    for norm in (nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH)):
-        model = wrapped(norm, mesh)
-        gather = model.group.all_gather_bytes
-        model.group.all_gather_bytes = lambda *args, to=gather, **kw: (
-            called.append(args[1]) or to(*args, **kw)
-        )
-        step(model)
-        model.close()
-    assert called == [EXCHANGE]
-
-
 def test_a_norm_that_changes_its_buffers_in_its_own_way_is_refused_by_name() -> None:
     class InPlace(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:
@@ -220,19 +204,6 @@ def test_a_norm_that_raises_shows_its_buffers_again() -> None:
     loop.close()
     assert model.module.norm.running_mean is kept
     step(model)
-
-
-def test_outside_of_declared_steps_norms_are_left_alone() -> None:
-    model, plain = wrapped(nn.BatchNorm1d(WIDTH)), filled(Net(nn.BatchNorm1d(WIDTH)))
-    step(model)
-    with norms_by_definition(plain):
-        for i in range(NUM_LEAVES):
-            plain(data(type("I", (), {"index": i}), 0))
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-    for module in (model, plain):
-        module.zero_grad()
-        module(x).sum().backward()
-    assert_same_bits(buffers(model.module), buffers(plain))
 
 
 def test_a_wrapper_with_norms_is_collected() -> None:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.replicate.wrapper import DataParallel
 from instep.rng.generators import (
     ModuleGenerators,
     generators_in,
@@ -29,8 +28,6 @@ from instep.rng.generators import (
     state_of,
 )
 from instep.rng.keys import LeafKeys
-from tests.parity import filled
-from tests.replicate.nets import Dense, mean_square
 
 
 class OwnBits(np.random.PCG64):
@@ -121,16 +118,6 @@ def test_after_a_step_the_user_s_own_numbers_go_on(name: str) -> None:
             draw(keeps)
         ours.append(draw(keeps))
     assert ours == expected
-
-
-def test_no_two_generators_of_a_module_draw_the_same_and_each_is_found_once() -> None:
-    assert len(generators_of(nn.Sequential(Keeps()))) == 8
-    model = nn.ModuleList([Keeps(), Keeps()])
-    assert len({generator.name for generator in generators_of(model)}) == 16
-    keys = LeafKeys(model, 7, [torch.default_generator])
-    with keys.step(), keys.leaf(0, 0):
-        found = [torch.rand(1, generator=part.torch).item() for part in model] + [torch.rand(1).item()]
-    assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize("num_normal", [0, 1, 2])
@@ -224,20 +211,6 @@ def test_looking_for_generators_ends_in_what_knows_itself_and_in_what_is_large()
     assert generators_of(module) == []
 
 
-def test_names_by_which_generators_are_keyed_stay_what_they_are() -> None:
-    names = [generator.name for generator in generators_of(Keeps())]
-    assert names == [
-        "module..torch.0",
-        "module..numpy.0",
-        "module..twins.1",
-        "module..twins.2",
-        "module..python.1",
-        "module..legacy.0",
-        "module..own.0",
-        "module..count.0",
-    ]
-
-
 def test_a_generator_that_is_assigned_after_wrapping_is_keyed() -> None:
     found = []
     for leaves in ([0, 1], [1]):
@@ -276,32 +249,6 @@ with keys.step(), keys.leaf(0, 0):
 """
     draws = {subprocess.check_output([sys.executable, "-c", code]) for _ in range(2)}
     assert len(draws) == 1
-
-
-class Noisy(Dense):
-    """Scales by numbers of Python's and numpy's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.random() * float(np.random.rand())
-
-
-def declared_gradients(model: DataParallel) -> list[Tensor]:
-    model.zero_grad()
-    for micro_batch in model.micro_batches(3, step=4):
-        mean_square(model, micro_batch, 0)
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def test_declared_steps_key_them_and_leave_the_user_s_numbers_alone() -> None:
-    model = DataParallel(filled(Noisy()))
-    random.seed(1)
-    once = declared_gradients(model)
-    number = random.random()
-    again = declared_gradients(model)
-    assert all(map(torch.equal, once, again))
-    random.seed(1)
-    assert random.random() == number
-    model.close()
 
 
 class Slow:

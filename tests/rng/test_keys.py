@@ -80,12 +80,6 @@ def test_a_block_draws_the_same_whatever_the_blocks_before_it_drew(count):
     assert drawn(one, [0])[0][1] == drawn(many, [0])[0][1]
 
 
-def test_a_model_without_blocks_is_one_block():
-    one, many = Chain(Draws(1, block=False), Draws(block=False)), Chain(*[Draws(block=False)] * 3)
-    assert drawn(one, [0])[0] == drawn(many, [0])[0][:2]
-    assert drawn(one, [0])[0] != drawn(Chain(Draws(2, block=False), Draws(block=False)), [0])[0]
-
-
 def test_a_block_that_runs_twice_draws_the_same_twice():
     block = Draws()
     model = Chain(block, block)
@@ -109,27 +103,6 @@ def test_the_user_s_own_numbers_go_on_as_if_nothing_had_been(fails):
     except LookupError:
         pass
     assert found + torch.rand(5).tolist() == expected
-
-
-def test_outside_of_a_leaf_nothing_is_seeded():
-    model = Chain(Draws(), Draws())
-    keys = LeafKeys(model, 0, GENERATORS)
-    with keys.leaf(0, 0):
-        pass
-    torch.manual_seed(3)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(3)
-    assert model() == expected
-
-
-def test_every_generator_is_seeded_and_restored():
-    generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    before = [generator.get_state() for generator in generators]
-    with LeafKeys(Chain(), 0, generators).leaf(0, 0):
-        inside = [torch.rand((), generator=generator).item() for generator in generators]
-    assert inside[0] == inside[1]
-    for generator, state in zip(generators, before, strict=True):
-        assert torch.equal(generator.get_state(), state)
 
 
 def test_copies_of_a_model_and_models_that_outlive_their_keys_are_not_seeded():
@@ -203,12 +176,6 @@ def test_initial_weights_depend_on_name_and_seed_alone():
     assert weights(Named("c", "a")) == {"c": whole["c"], "a": whole["a"]}
     assert len({tuple(values) for values in whole.values()}) == 3
     assert weights(Named("a"), seed=1)["a"] != whole["a"]
-
-
-def test_a_tied_weight_is_drawn_by_its_first_name():
-    tied = Named("a", "b")
-    tied.b = tied.a
-    assert weights(tied) == {"a": weights(Named("a"))["a"]}
 
 
 def test_initial_weights_keep_dtype_and_identity_and_leave_the_default_generator_alone():

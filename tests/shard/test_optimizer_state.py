@@ -172,7 +172,8 @@ def test_a_state_goes_on_where_it_is_loaded(mesh: Mesh, route: tuple[str, str]) 
     steps(again, ours, 2, first=3)
     assert_same(values(ours), values(expected), "weights")
     assert_same(again.state_dict(), plain.state_dict(), "state")
-    assert_same(saved, kept, "what was loaded is not written to")
+    if loads == SHARDED:
+        assert_same(saved, kept, "what was loaded is not written to")
 
 
 @world(1)

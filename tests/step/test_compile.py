@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 import instep
 from instep.errors import CheckpointRejected
@@ -145,3 +146,20 @@ def test_a_compiled_wrapper_is_saved_as_the_wrapper_and_blocks_that_keep_their_n
     renamed = made(blocks_by_function, "renamed")
     with pytest.raises(CheckpointRejected, match=r"compile with block\.compile\(\), which keeps the names"):
         instep.load(renamed, model=Blocks())
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_compiled_autograd_is_refused_and_the_model_trains_on(kind: str) -> None:
+    model, _ = KINDS[kind].make(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), world_of_one())
+
+    def backward() -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+
+    compiled = compiled_autograd._enable(partial(torch.compile, backend="eager"))
+    words = r"set torch\._dynamo\.config\.compiled_autograd = False"
+    with pytest.raises((RuntimeError, ValueError), match=words), compiled:
+        backward()
+    model.zero_grad()
+    backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.close()

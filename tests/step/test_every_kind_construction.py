@@ -33,38 +33,28 @@ def linear(*shape: int) -> nn.Module:
     return nn.Linear(*(shape or (2, 2)))
 
 
+ONE = [("a", linear())]
+NAMED = "parameter 'a.weight', "
 # What rank 0 has, what the others have, and what the error says of the two.
 DIFFERENCES: dict[str, tuple[list[Any], list[Any], str]] = {
-    "name": (
-        [("a", linear())],
-        [("b", linear())],
-        r"parameter 'a.weight', .* on rank 0, but parameter 'b.weight', .* on rank 1",
-    ),
+    "name": (ONE, [("b", linear())], f"{NAMED}.* on rank 0, but parameter 'b.weight', .* on rank 1"),
     "order": (
-        [("a", linear()), ("b", linear())],
-        [("b", linear()), ("a", linear())],
+        [*ONE, ("b", linear())],
+        [("b", linear()), *ONE],
         r"parameter 'a.weight'.* on rank 0, but .*'b.weight'.* on rank 1",
     ),
     "shape": (
         [("a", linear(2, 3))],
         [("a", linear(3, 2))],
-        r"parameter 'a.weight', shape \(3, 2\), .* on rank 0, but .* shape \(2, 3\), .* on rank 1",
+        rf"{NAMED}shape \(3, 2\), .* on rank 0, but .* shape \(2, 3\), .* on rank 1",
     ),
-    "dtype": (
-        [("a", linear())],
-        [("a", linear().double())],
-        r"parameter 'a.weight', .*float32.* on rank 0, but .*float64.* on rank 1",
-    ),
+    "dtype": (ONE, [("a", linear().double())], f"{NAMED}.*float32.* on rank 0, but .*float64.* on rank 1"),
     "requires_grad": (
-        [("a", linear())],
+        ONE,
         [("a", linear().requires_grad_(False))],
-        r"parameter 'a.weight', .*requires_grad=True on rank 0, but .*requires_grad=False on rank 1",
+        f"{NAMED}.*requires_grad=True on rank 0, but .*requires_grad=False on rank 1",
     ),
-    "one more": (
-        [("a", linear())],
-        [("a", linear()), ("b", linear())],
-        r"nothing on rank 0, but parameter 'b.weight', .* on rank 1",
-    ),
+    "one more": (ONE, [*ONE, ("b", linear())], r"nothing on rank 0, but parameter 'b.weight', .* on rank 1"),
     "buffer": (
         [("a", nn.BatchNorm1d(2))],
         [("a", nn.BatchNorm1d(2, track_running_stats=False))],
@@ -109,36 +99,19 @@ def test_options_that_differ_are_refused_on_all_ranks(mesh: Mesh, kind: str) -> 
                 wrap(kind, net(), mesh, **{name: other if mesh.rank else first})
 
 
-# What rank 1 alone wraps, how, and what the error says.
-REFUSALS: dict[str, tuple[tuple[str, ...], Callable[[], nn.Module], dict[str, Any], str]] = {
-    "writes to a weight": (WRAPPERS, lambda: nn.Embedding(4, 2, max_norm=1.0), {}, r"'' has max_norm=1\.0"),
-    "has no shape": (WRAPPERS, lambda: nn.LazyLinear(2), {}, "parameter 'weight' has no shape yet"),
-    "values": (WRAPPERS, net, {"init_sync": "yes"}, "init_sync='yes': expected True"),
-    "strategy": (("replicated",), net, {"strategy": "ring"}, "strategy 'ring': expected one of naive, flat"),
-    "bucket size": (
-        ("replicated",),
-        net,
-        {"bucket_cap_mb": -1},
-        "bucket_cap_mb: expected positive sizes",
-    ),
-    "on the meta device": (
-        ("stage 2",),
-        lambda: net().to("meta"),
-        {},
-        "parameter '0.weight' is on the meta device",
-    ),
-    "dtype": (
-        STAGES,
-        net,
-        {"compute_dtype": torch.int8},
-        r".*expected one of floating point, got",
-    ),
-}
+# What rank 1 alone wraps, how, and what the error says. More, for replicas: replicate/test_construction.py.
+REFUSALS: list[tuple[tuple[str, ...], Callable[[], nn.Module], dict[str, Any], str]] = [
+    (WRAPPERS, lambda: nn.Embedding(4, 2, max_norm=1.0), {}, r"'' has max_norm=1\.0"),
+    (WRAPPERS, lambda: nn.LazyLinear(2), {}, "parameter 'weight' has no shape yet"),
+    (WRAPPERS, net, {"init_sync": "yes"}, "init_sync='yes': expected True"),
+    (("stage 2",), lambda: net().to("meta"), {}, "parameter '0.weight' is on the meta device"),
+    (STAGES, net, {"compute_dtype": torch.int8}, r".*expected one of floating point, got"),
+]
 
 
 @on_every_kind(3, WRAPPERS)
 def test_what_one_rank_refuses_all_raise_and_name_it_and_all_can_go_on(mesh: Mesh, kind: str) -> None:
-    for kinds, make, options, message in REFUSALS.values():
+    for kinds, make, options, message in REFUSALS:
         if kind in kinds:
             with pytest.raises(ValueError, match=f"^{message}" if mesh.rank == 1 else f"^rank 1: {message}"):
                 wrap(kind, make() if mesh.rank == 1 else net(), mesh, **(options if mesh.rank == 1 else {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
 from tests.kinds import KINDS, STAGES, WIDTH, WRAPPERS, Program, close, net, on_every_kind, rows, square
-from tests.parity import filled, world_of_one
+from tests.parity import filled
 from tests.replicate.nets import Twice
 from tests.shard.trained import assert_same
 from tests.step.test_every_kind_loop import made
@@ -160,29 +159,6 @@ def test_a_weight_that_one_rank_has_frozen_is_an_error_on_all(mesh: Mesh, kind: 
         first.requires_grad_(trained)
         norm_of(model, mesh.rank, declared)
         assert (first.grad is not None) == trained
-    close(model)
-
-
-@on_every_kind(2, WRAPPERS)
-def test_it_is_allowed_where_unused_parameters_are_expected(mesh: Mesh, kind: str) -> None:
-    model, _ = made(kind, mesh, find_unused_parameters=True)
-    next(model.parameters()).requires_grad_(mesh.rank == 0)
-    backward(model, mesh.rank, declared=True)
-    close(model)
-
-
-def test_each_unused_parameter_is_warned_of_once() -> None:
-    model, _ = made("replicated", world_of_one())
-    seen: set[int] = set()
-    for position in (0, 0, 2, 0):
-        model.requires_grad_(True)
-        model.module[position].bias.requires_grad_(False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            norm_of(model, 0, declared=False)
-        names = [name for name in ("0.bias", "2.bias") if any(f"'{name}'" in str(w) for w in caught)]
-        assert names == ([] if position in seen else [f"{position}.bias"])
-        seen.add(position)
     close(model)
 
 

@@ -21,6 +21,7 @@ from tests.kinds import KINDS, LOOPS, STAGES, WIDTH, WRAPPERS, Program, close, n
 from tests.parity import bits, filled, numbers
 from tests.replicate.nets import Twice
 from tests.shard.trained import assert_same
+from tests.world import world
 
 LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
 
@@ -121,16 +122,6 @@ def test_the_plain_loop_gives_the_bits_of_data_parallel(mesh: Mesh, kind: str) -
 def test_shard_groups_give_them_too(mesh: Mesh, kind: str) -> None:
     for script in SCRIPTS:
         assert_as_replicated(kind, mesh, script)
-
-
-def in_bfloat16() -> nn.Module:
-    return net().to(torch.bfloat16)
-
-
-@on_every_kind(3, LOOPS[1:])
-def test_gradients_in_bfloat16_add_and_are_clipped_in_bfloat16(mesh: Mesh, kind: str) -> None:
-    ours, expected = (weights(each, mesh, clipped, in_bfloat16) for each in (kind, "replicated"))
-    assert_same(ours, expected, "weights")
 
 
 @on_every_kind(3, WRAPPERS)
@@ -325,36 +316,139 @@ def leave_at(model: Any, rank: int, place: tuple[int, bool] | None) -> None:
             return
 
 
-def leaves_the_loop(mesh: Mesh, kind: str) -> None:
-    for strategy in STRATEGIES if kind == "replicated" else ("",):
-        leaves_the_loop_of(mesh, kind, **({"strategy": strategy, "bucket_cap_mb": 1e-4} if strategy else {}))
-
-
-def leaves_the_loop_of(mesh: Mesh, kind: str, **wrap: Any) -> None:
+@on_every_kind(3, LOOPS, backend="shm")
+def test_leaving_the_loop_makes_the_others_raise_and_all_can_go_on(mesh: Mesh, kind: str) -> None:
     expected, _ = made(kind, mesh)
     declared(expected)
     norm = instep.clip_grad_norm_(expected.parameters(), 1e9)
     close(expected)
-    model, optimizer = made(kind, mesh, **wrap)
-    for place in ((0, False), (0, True), (1, False), (1, True)):
-        if mesh.rank == 1:
-            leave_at(model, 1, place)
+    for strategy in STRATEGIES if kind == "replicated" else ("",):
+        wrap = {"strategy": strategy, "bucket_cap_mb": 1e-4} if strategy else {}
+        model, optimizer = made(kind, mesh, **wrap)
+        for place in ((0, False), (0, True), (1, False), (1, True)):
+            if mesh.rank == 1:
+                leave_at(model, 1, place)
+            else:
+                with pytest.raises(Desync, match=r"rank 1 left .*step.* before its gradients were complete"):
+                    leave_at(model, mesh.rank, place)
+            assert all(p.grad is None for p in model.parameters())
+            with pytest.raises(RuntimeError, match="after a step that was given up"):
+                optimizer.step()
+        declared(model)
+        assert torch.equal(instep.clip_grad_norm_(model.parameters(), 1e9), norm)
+        close(optimizer, model)
+
+
+class Tied(nn.Module):
+    """The loop lists its tied parameter twice, as encoder, then decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16))
+        self.decoder = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 50, bias=False))
+        self.decoder[1].weight = self.encoder[0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decoder(self.encoder(tokens))
+
+
+def norms_of(net: Tied, model: nn.Module, clip: Callable[..., Tensor]) -> list[float]:
+    norms, optimizer = [], SGD(net.parameters(), lr=0.5)
+    for _ in range(2):
+        model(torch.arange(8)).square().sum().backward()
+        norms.append(float(clip([*net.encoder.parameters(), *net.decoder.parameters()], 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@on_every_kind(2, WRAPPERS)
+def test_a_parameter_that_is_clipped_twice_counts_and_is_scaled_twice_as_in_torch(
+    mesh: Mesh, kind: str
+) -> None:
+    ours, theirs = filled(Tied()), filled(Tied())
+    model = KINDS[kind].wrap(ours, mesh, **KINDS[kind].options)
+    expected = norms_of(theirs, theirs, nn.utils.clip_grad_norm_)
+    assert norms_of(ours, model, instep.clip_grad_norm_) == pytest.approx(expected, rel=1e-6)
+    close(model)
+
+
+class Plain(Optimizer):
+    """One of one's own, whose ``step`` takes no closure."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+@on_every_kind(2, ("replicated", "stage 3"))
+def test_an_optimizer_of_ones_own_trains_as_torchs_does(mesh: Mesh, kind: str) -> None:
+    found = []
+    for make in (lambda p: Plain(p, {}), lambda p: SGD(p, lr=0.1)):
+        model = KINDS[kind].wrap(filled(net()), mesh, **KINDS[kind].options)
+        declared(model)
+        make(model.parameters()).step()
+        found.append({name: x.clone() for name, x in instep.full_state_dict(model).items()})
+        close(model)
+    for name, x in found[0].items():
+        torch.testing.assert_close(x, found[1][name], rtol=0, atol=1e-7)
+
+
+class Backwards(nn.Module):
+    """Layers that are registered in another order than they are used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+@on_every_kind(2, ("replicated", "pipeline"))
+def test_a_description_that_is_kept_follows_the_buckets(mesh: Mesh, kind: str) -> None:
+    """Which the first step re-orders; those of before stayed in memory, as large as the gradients."""
+    model, _ = KINDS[kind].make(nn.Sequential(Backwards(), Backwards()), mesh)
+    kept = offered(model)
+    for step in range(2):
+        Program(kind).backward(model, step)
+        model.zero_grad()
+    assert [x.data_ptr() for x in kept.gradients()] == [x.data_ptr() for x in offered(model).gradients()]
+    close(model)
+
+
+def with_a_branch(model: nn.Module, step: int, index: int) -> Tensor:
+    return model(numbers(2, 6, key=f"{step} {index}"), step in (0, 4)).square().mean()
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("by_optimizer", [True, False])
+@world(3)
+def test_zeros_are_a_gradient(mesh: Mesh, is_declared: bool, by_optimizer: bool) -> None:
+    """Of a branch that is unused for a while momentum and decay go on, where a loop zeroes in place.
+
+    Declared steps took zeros for None. The third rank has no micro-batch.
+    """
+    alone, num_leaves = filled(Twice()), 2
+    model = instep.DataParallel(filled(Twice()), process_group=mesh, find_unused_parameters=True)
+    steps, optimizer = (SGD(x.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for x in (alone, model))
+    for step in range(5):
+        for index in range(num_leaves):
+            (with_a_branch(alone, step, index) / num_leaves).backward()
+        if is_declared:
+            for micro_batch in model.micro_batches(num_leaves):
+                with_a_branch(model, step, micro_batch.index).backward()
         else:
-            with pytest.raises(Desync, match=r"rank 1 left .*step.* before its gradients were complete"):
-                leave_at(model, mesh.rank, place)
-        assert all(p.grad is None for p in model.parameters())
-        with pytest.raises(RuntimeError, match="after a step that was given up"):
-            optimizer.step()
-    declared(model)
-    assert torch.equal(instep.clip_grad_norm_(model.parameters(), 1e9), norm)
-    close(optimizer, model)
-
-
-@on_every_kind(3, LOOPS)
-def test_leaving_the_loop_makes_the_others_raise_and_all_can_go_on(mesh: Mesh, kind: str) -> None:
-    leaves_the_loop(mesh, kind)
-
-
-@on_every_kind(3, LOOPS, backend="shm")
-def test_leaving_it_over_shared_memory_does_so_too(mesh: Mesh, kind: str) -> None:
-    leaves_the_loop(mesh, kind)
+            (with_a_branch(model, step, mesh.rank % 2) * (1.5, 1.5, 0.0)[mesh.rank]).backward()
+        steps.step()
+        steps.zero_grad(set_to_none=False)
+        optimizer.step()
+        if by_optimizer:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
+    close(model)

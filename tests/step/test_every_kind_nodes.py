@@ -18,7 +18,6 @@ from instep.step.micro_batches import MicroBatch
 from tests.kinds import (
     EVERY,
     KINDS,
-    LOOPS,
     STAGES,
     WIDTH,
     Program,
@@ -153,17 +152,6 @@ def test_shard_groups_give_the_bits_of_one(mesh: Mesh, kind: str, nodes: NodeFor
     assert_same_state(program(kind, nodes).trained(mesh), alone(nodes))
 
 
-WAYS = (("bucketed", 1e-4), ("bucketed", 0.03), ("flat", 25), ("naive", 1))
-
-
-@FORMAT
-@world(3, backend="shm")
-def test_every_strategy_and_bucket_size_gives_the_bits_of_one(mesh: Mesh, nodes: NodeFormat) -> None:
-    for strategy, cap in WAYS:
-        one = program("replicated", nodes, strategy=strategy, bucket_cap_mb=cap)
-        assert_same_state(one.trained(mesh), alone(nodes))
-
-
 @world(2)
 def test_values_that_are_rounded_only_where_they_travel_are_others(mesh: Mesh) -> None:
     """A control: what a format must not be."""
@@ -187,15 +175,6 @@ def test_plain_steps_round_the_nodes_of_all_ranks_gradients(mesh: Mesh) -> None:
     gradient = model.module[1].weight.grad
     assert torch.equal(gradient, gradient.bfloat16().float())  # half of a number of bfloat16 is one
     close(model)
-
-
-@FORMAT
-@on_every_kind(2, LOOPS)
-def test_verify_allows_for_rounding(mesh: Mesh, kind: str, nodes: NodeFormat) -> None:
-    model, optimizer = program(kind, nodes).make(filled(mixed()), mesh)
-    x = numbers(4, WIDTH, key=f"on rank {mesh.rank}")
-    model.verify(x, lambda net, batch: net(batch).square().mean()).raise_for_error()
-    close(optimizer, model)
 
 
 @FORMAT

@@ -20,7 +20,6 @@ from instep.errors import Desync, PeerLost
 from instep.launch.launch import RankFailed, launch
 from instep.mesh.join import init
 from instep.mesh.mesh import Mesh
-from instep.state.homes import offered
 from instep.step.micro_batches import MicroBatch
 from tests.kinds import LOOPS, STAGES, Program, net
 from tests.parity import numbers, world_of_one
@@ -177,13 +176,6 @@ def test_shard_groups_are_other_ones_in_another_mesh(mesh: Mesh, program: Progra
     over_meshes(joined, kept, meetings(4), mesh.rank, GROUPS, ONE_GROUP, {"dp": 4}, GROUPS)
 
 
-@world(4, deadline_s=120)
-def test_shard_groups_are_filled_alike(mesh: Mesh, meetings: Any) -> None:
-    joined = Rejoined(QUICK["stage 3"], from_meta=True)
-    joined.leave()
-    over_meshes(joined, [], meetings(4), mesh.rank, GROUPS, ONE_GROUP)
-
-
 def die() -> None:
     raise Lost
 
@@ -280,33 +272,6 @@ def test_what_is_frozen_for_a_while_when_a_rank_is_lost_is_trained_again(
     joined.steps(2)
     joined.assert_undisturbed()
     joined.leave()
-
-
-@world(3, deadline_s=120)
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["model", "optimizer"])
-@EVERY
-def test_a_rank_may_be_lost_while_the_others_join(
-    mesh: Mesh, program: Program, part: str, meetings: Any
-) -> None:
-    joined = Rejoined(program)
-    if part == "optimizer" and program.kind != "stage 1":
-        pytest.skip("a plain optimizer joins nothing")
-    kept = first(joined, meetings(3), mesh.rank)
-    three = generation(meetings(3).store, "three", mesh.rank, 3, "gloo", timeout_s=0.5)
-    if part == "optimizer":
-        offered(joined.model).join(three)
-    if mesh.rank < 2:
-        with pytest.raises(PeerLost):
-            offered(getattr(joined, part)).join(three)
-        joined.leave()
-        joined.join(generation(meetings(3).store, "two", mesh.rank, 2, "gloo"), kept)
-        joined.steps(2)
-        joined.assert_undisturbed()
-    meetings(3).wait()
-    if mesh.rank < 2 or part == "optimizer":
-        joined.leave()
-    three.close()
 
 
 def num_hooks(joined: Rejoined) -> int:
