@@ -1,28 +1,37 @@
-"""A pipeline has the bits of one rank, whatever the schedule, the cut and the ranks."""
+"""A pipeline has the bits of one rank, whatever the schedule, the cut and the ranks; its state is whole."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instep
 from instep import events
+from instep.bench.memory_usage import memory_usage
+from instep.errors import InstepError
 from instep.events import Event, Timeline
-from instep.mesh.mesh import Mesh
+from instep.mesh.mesh import Mesh, build
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
+from instep.pipeline.cuts import balanced, edges_of
 from instep.reduce.exchange import OrderedAllReduce
 from instep.state.hash import SharedHash
+from instep.state.homes import offered
 from instep.step.micro_batches import MicroBatch
 from instep.timeline.stages import pipeline_figures
 from tests.parity import world_of_one
+from tests.rejoin import unranked
 from tests.state_oracle import state_entries, state_sha256
 from tests.training_state import training_state
 from tests.world import world
@@ -176,21 +185,6 @@ def test_a_schedule_of_ones_own_is_a_text(mesh: Mesh) -> None:
 
 
 @world(2, pp=2, dp=1)
-def test_a_rank_has_the_memory_of_its_layers_alone(mesh: Mesh) -> None:
-    net = gpt(tied=False)
-    model = instep.Pipeline(net, mesh, "1f1b", G)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = train(model, optimizer)
-    here = [n for n, p in net.named_parameters() if p.numel()]
-    assert here == [n for n, p in net.named_parameters() if optimizer.state[p]]
-    first = mesh.along["pp"].rank == 0
-    assert ("embedding.tokens.weight" in here) == first
-    assert ("head.out.weight" in here) == (not first)
-    assert all(len(of_step) == G and all(torch.isfinite(x) for x in of_step) for of_step in losses)
-    model.close()
-
-
-@world(2, pp=2, dp=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_evaluation_gives_all_ranks_what_the_whole_model_gives(mesh: Mesh, schedule: str) -> None:
     tokens = torch.arange(15).view(3, 5)
@@ -340,3 +334,315 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(mesh: Mesh) -> None:
         instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh, "2f2b")
     with pytest.raises(ValueError, match=r"the mesh of instep.init\(pp=...\)"):
         instep.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh["pp"])
+
+
+ADAMW = torch.optim.AdamW
+
+
+def sharded(model: nn.Module, mesh: Mesh | None = None, **options: Any) -> instep.ShardedOptimizer:
+    return instep.ShardedOptimizer(model.parameters(), ADAMW, mesh, lr=1e-2, **options)
+
+
+@world(4, pp=2, dp=2)
+def test_its_state_dict_is_that_of_all_layers_and_fits_a_plain_optimizer(mesh: Mesh) -> None:
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+    optimizer = sharded(model, mesh)
+    train(model, optimizer)
+    whole, found = optimizer.state_dict(), sha256(model, optimizer)
+    assert len(whole["state"]) == len(list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"spread over 4 ranks"):
+        len(optimizer.state)
+    for state in optimizer.local_state.values():
+        state["exp_avg"].zero_()
+    assert sha256(model, optimizer) != found
+    optimizer.load_state_dict(whole)
+    assert sha256(model, optimizer) == found
+    alone = gpt()
+    plain = ADAMW(alone.parameters(), lr=1e-2)
+    plain.load_state_dict(whole)
+    assert all(plain.state[p]["exp_avg"].shape == p.shape for p in alone.parameters())
+    optimizer.close()
+    model.close()
+
+
+@world(4, pp=2, dp=2)
+def test_a_checkpoint_of_it_is_for_any_pipeline_and_for_none(mesh: Mesh, tmp_path: Path) -> None:
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+    optimizer = sharded(model, mesh)
+    train(model, optimizer)
+    instep.save(tmp_path, step=STEPS, model=model, optimizer=optimizer)
+    expected = sha256(model, optimizer)
+    optimizer.close()
+    model.close()
+
+    with torch.device("meta"):
+        net = unfilled()
+    other = instep.Pipeline(net, mesh, "zb-v", G, cuts=(1, 2, 4))
+    again = ADAMW(other.parameters(), lr=1e-2)
+    missing = r"have no values yet: call model.materialise\(\), or load a state"
+    for early in (lambda: train(other, again), lambda: instep.full_state_dict(other)):
+        with pytest.raises(ValueError, match=missing):
+            early()
+    assert instep.load(tmp_path, model=other, optimizer=again).step == STEPS
+    assert sha256(other, again) == expected
+    train(other, again)
+    other.close()
+
+    replicas = instep.DataParallel(gpt(), process_group=mesh["dp"])
+    third = sharded(replicas, mesh["dp"])
+    assert instep.load(tmp_path, model=replicas, optimizer=third).step == STEPS
+    state = training_state(replicas, third)
+    assert len(state.hashed()) > len(list(replicas.parameters()))
+    third.close()
+    replicas.close()
+
+
+@world(2, pp=2, dp=1)
+def test_what_cannot_divide_a_stage_is_refused(mesh: Mesh) -> None:
+    expected = of_one_rank()
+    instep.get.register_mesh(mesh)
+    with pytest.raises(ValueError, match=r"nothing would use pp"):
+        instep.ShardedOptimizer(gpt().parameters(), ADAMW)
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+    optimizer = sharded(model)  # of the registered mesh
+    train(model, optimizer)
+    assert sha256(model, optimizer) == expected
+    optimizer.close()
+    with pytest.raises(ValueError, match=r"ranks \[\d\] have the same ones, .* is for ranks \[0, 1\]"):
+        sharded(model, mesh["pp"])
+    for stage in (2, 3):
+        with pytest.raises(ValueError, match=r"is in a pipeline already.*ShardedOptimizer"):
+            instep.fully_shard(model.module, mesh["pp"], stage=stage)
+    model.close()
+
+
+@world(2, dp=2)
+def test_a_sharded_module_makes_no_pipeline(mesh: Mesh) -> None:
+    for stage in (2, 3):
+        net = instep.fully_shard(gpt(), mesh, stage=stage)
+        with pytest.raises(ValueError, match=r"is divided among ranks already.*ShardedOptimizer"):
+            instep.Pipeline(net, build(None, 0, 1), "1f1b", G)
+        net.close()
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_layers_of_a_model_from_the_meta_device_get_the_bits_of_one_rank(mesh: Mesh, schedule: str) -> None:
+    with torch.device("meta"):
+        net = unfilled()
+    kept = list(net.parameters())
+    model = instep.Pipeline(net, mesh, schedule, G)
+    optimizer = sharded(model, mesh)
+    model.materialise()
+    assert all(a is b for a, b in zip(kept, net.parameters(), strict=True))
+    train(model, optimizer)
+    assert sha256(model, optimizer) == of_one_rank()
+    optimizer.close()
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_a_rank_fills_the_layers_that_it_has_and_no_others(mesh: Mesh) -> None:
+    with torch.device("meta"):
+        net = unfilled(tied=False)
+    model = instep.Pipeline(net, mesh, "1f1b", G)
+    filled: list[str] = []
+
+    def init(name: str, values: Tensor) -> None:
+        filled.append(name)
+        values.fill_(1.0)
+
+    model.materialise(init)
+    assert filled == [name for name, p in net.named_parameters() if model.home.holds(p)]
+    assert 0 < len(filled) < len(list(net.parameters()))
+    assert all(bool((x == 1).all()) for x in instep.full_state_dict(model).values())
+    model.close()
+
+
+class Shifted(nn.Linear):
+    """Fills its own weights, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("shift", torch.empty(4))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "shift" in self._buffers:
+            self.shift.normal_()
+
+
+@world(2, pp=2, dp=1, by="process")
+def test_modules_that_fill_their_own_weights_do_so_alike_in_any_pipeline(mesh: Mesh) -> None:
+    def made(among: Mesh) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            net = nn.Sequential(*(Shifted() for _ in range(4)))
+            net[3].weight = net[0].weight  # of two stages, and filled by both modules
+        model = instep.Pipeline(net, among, "1f1b", G)
+        model.materialise(seed=3)
+        found = instep.full_state_dict(model)
+        model.close()
+        return found
+
+    here, alone = made(mesh), made(build(None, 0, 1))
+    assert list(here) == list(alone) and not torch.equal(here["0.bias"], here["1.bias"])
+    assert all(torch.equal(here[name], alone[name]) for name in alone)
+
+
+@world(2, pp=2, dp=1)
+def test_a_model_is_from_the_meta_device_or_not(mesh: Mesh) -> None:
+    net = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"some parameters are on the meta device, and others are not"):
+        instep.Pipeline(net, mesh)
+
+
+@world(4, pp=2, dp=2)
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_rank_holds_its_layers_and_their_moments(mesh: Mesh, divided: bool) -> None:
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+    model = instep.Pipeline(net, mesh, "gpipe", 2)
+    optimizer: Any = sharded(model, mesh) if divided else ADAMW(model.parameters())
+    model.step(lambda output, _: output.square().mean(), lambda _: torch.ones(2, 256))
+    optimizer.step()
+    layers = 2 if mesh.along["pp"].rank == 1 else 1
+    size = 4 * layers * 256 * 256
+    said = {"parameters": size, "gradients": size, "optimizer": 2 * size // (1 + divided)}
+    counted = memory_usage(net, optimizer, model)
+    for name, nbytes in said.items():
+        assert getattr(counted, name) == pytest.approx(nbytes, rel=0.01)
+    if divided:
+        optimizer.close()
+    model.close()
+
+
+def verified(model: instep.Pipeline, **options: Any) -> Any:
+    return model.verify(
+        lambda logits, micro_batch: loss(logits, 0, micro_batch),
+        lambda micro_batch: windows(0, micro_batch)[:, :-1],
+        **options,
+    )
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_all_gradients_are_those_of_one_process_and_nothing_is_left_behind(mesh: Mesh, schedule: str) -> None:
+    expected = of_one_rank()
+    model = instep.Pipeline(gpt(checkpoint=schedule == "1f1b"), mesh, schedule, G)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = sha256(model, optimizer)
+    report = verified(model)
+    assert report.ok and report.cause == ""
+    assert {row.name for row in report.rows} == {name for name, _ in model.module.named_parameters()}
+    assert all(row.error < 1e-6 for row in report.rows)
+    assert report.strategy == f"bucketed, pipelines of 2 ({schedule})"
+    assert all(p.grad is None for p in model.parameters()) and model.next_step == 0
+    assert sha256(model, optimizer) == before
+    train(model, optimizer)
+    assert sha256(model, optimizer) == expected
+    model.close()
+
+
+@world(4, pp=2, dp=2)
+def test_a_wrong_gradient_is_named_with_the_rank_that_has_it(mesh: Mesh) -> None:
+    model = instep.Pipeline(gpt(), mesh, "1f1b", G)
+    wrong = "blocks.3.attention.out.weight"
+    for stage in model._stages.values():
+        if mesh.rank == 3 and wrong in stage.reducer.names:
+            finish = stage.reducer.finish
+
+            def doubled(finish: Any = finish) -> None:
+                finish()
+                model.module.get_parameter(wrong).grad.mul_(2.0)
+
+            stage.reducer.finish = doubled
+    report = verified(model)
+    bad = [(row.name, row.rank, round(row.ratio, 3)) for row in report.rows if not row.ok]
+    assert bad == [(wrong, 3, 2.0)]
+    with pytest.raises(InstepError, match=rf"1 of \d+ gradients on 4 rank.*'{wrong}' on rank 3"):
+        report.raise_for_error()
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+def test_norms_and_gradients_that_are_there_are_as_before(mesh: Mesh) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = instep.Pipeline(net, mesh, "gpipe", 2)
+    x = torch.linspace(-1.0, 1.0, 2 * 3 * 4).view(2, 3, 4)
+    step: dict[str, Any] = {
+        "inputs": lambda micro_batch: x[micro_batch.index],
+        "loss": lambda y, _: y.square().sum() / 7,
+    }
+    model.step(**step)
+    gradients = [p.grad for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    assert model.verify(**step, rtol=1e-4).ok
+    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    model.close()
+
+
+@world(2, pp=2, dp=1, by="process")
+def test_dropout_and_data_are_those_of_the_step(mesh: Mesh) -> None:
+    rows = torch.arange(32 * 9).view(32, 9) * 7 % 32
+    data = instep.Loader(rows, 12, 2)
+    model = instep.Pipeline(gpt(dropout=0.2), mesh, "zb-h1")
+    report = model.verify(
+        lambda logits, micro_batch: F.cross_entropy(logits.flatten(0, 1), micro_batch.data[:, 1:].flatten()),
+        lambda micro_batch: micro_batch.data[:, :-1],
+        data,
+    )
+    assert report.ok and data.position == 0
+    data.close()
+    model.close()
+
+
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.integers(1, 4))
+def test_no_cut_has_a_smaller_largest_stage_than_the_balanced_one(costs: list[int], num_stages: int) -> None:
+    def largest(edges: Sequence[int]) -> int:
+        return max(sum(costs[a:b]) for a, b in pairwise(edges))
+
+    inner = combinations(range(1, len(costs)), num_stages - 1)
+    assert largest(balanced(costs, num_stages)) == min(largest([0, *its, len(costs)]) for its in inner)
+
+
+def test_layers_and_parameters_are_what_stages_have_as_many_of() -> None:
+    sizes = [6, 6, 6, 6, 400, 400]
+    assert edges_of("layers", sizes, 2) == [0, 3, 6]
+    assert edges_of("cost", sizes, 2) == [0, 5, 6]
+    assert edges_of("cost", [0] * 4, 2) == [0, 2, 4]  # activations, say
+    assert edges_of([1, 4], sizes, 3) == [0, 1, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "refusal"),
+    [
+        ("memory", r"expected one of layers, cost, or a list of the first layers, got 'memory'"),
+        (3, r"or a list of the first layers, got 3"),
+        ([2, 1], r"cuts=\[2, 1\]: expected 2 of the layers 1 to 3, in order"),
+        ([1], r"the first layer of each of 3 stages but stage 0, so that none is empty"),
+    ],
+)
+def test_what_is_no_cut_is_refused(cuts: Any, refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        edges_of(cuts, [1] * 4, 3)
+
+
+@world(2, pp=2, dp=1)
+def test_a_pipeline_cut_by_cost_has_as_many_parameters_in_each_stage(mesh: Mesh) -> None:
+    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)], nn.Linear(2, 200), nn.Linear(200, 2))
+    model = instep.Pipeline(net, mesh, "1f1b", 8, cuts="cost")
+    assert model.placement["cuts"] == [4]
+    model.close()
+
+
+@world(2, pp=2, dp=1)
+@pytest.mark.parametrize("by", ["cost", [1]])
+def test_a_pipeline_that_is_made_before_there_are_ranks_is_cut_when_they_meet(mesh: Mesh, by: Any) -> None:
+    own = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    model = instep.Pipeline(gpt(), unranked(), own, 2, cuts=by)
+    assert model.placement["cuts"] == []
+    said = offered(model)
+    said.leave()
+    said.join(mesh)
+    assert len(model.placement["cuts"]) == 1
+    model.close()

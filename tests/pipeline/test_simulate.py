@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from instep.events import PIPELINE, STEP, Event, Timeline
-from instep.pipeline.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Schedule
+from instep.pipeline.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Schedule
 from instep.pipeline.recorded import KINDS, recorded_actions, steps_of
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, simulate
@@ -148,14 +148,6 @@ def test_a_simulated_step_is_read_as_it_was_made() -> None:
         # One of the eight was sent while its receiver computed: it may have been there before it was wanted.
         assert len(messages) == 7 and set(messages) == {0.5}
         assert bubble_rate(step.timeline) == pytest.approx(bubble_rate(Timeline(one)))
-
-
-def test_a_weight_gradient_alone_is_a_backward_of_the_first_stage() -> None:
-    one = simulate(generate("zb-h1", 2, 2), StageTimes([1, 1], [0, 1], [2, 1])).events
-    (step,) = steps_of(Timeline(one), 0)
-    assert (0, INPUT_GRADIENT) not in step.times
-    kinds = {(action.stage, action.kind) for row in step.schedule().rows for action in row}
-    assert (0, BACKWARD) in kinds and (0, WEIGHT_GRADIENT) not in kinds
 
 
 def test_a_step_that_a_rank_has_not_ended_is_none() -> None:

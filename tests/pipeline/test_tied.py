@@ -100,12 +100,6 @@ def conv_weight() -> nn.Parameter:
     return nn.Parameter(values.to(memory_format=torch.channels_last))
 
 
-def three() -> list[nn.Module]:
-    """The weight is in stages 0, 1 and 3 of four."""
-    weight = conv_weight()
-    return [Tied(weight), Tied(weight), nn.Tanh(), Tied(weight)]
-
-
 def weight_of(layers: list[nn.Module]) -> nn.Parameter:
     (found,) = {p for layer in layers for p in layer.parameters() if p.ndim == 4}
     return found
@@ -124,17 +118,6 @@ def piped(mesh: Mesh, layers: list[nn.Module], schedule: str, **options: Any) ->
     model.step(lambda output, _: output.square().mean(), lambda micro_batch: X[micro_batch.index])
     model.close()
     return weight_of(layers).grad
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_three_stages_of_one_weight_have_the_bits_of_one_rank(backend: str) -> None:
-    @world(2, pp=2, dp=1, backend=backend)
-    def compared(mesh: Mesh) -> None:
-        found = piped(mesh, three(), "interleaved")
-        if mesh.rank == 0:
-            assert torch.equal(found, of_one_rank(three()))
-
-    compared()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

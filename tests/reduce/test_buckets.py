@@ -85,23 +85,6 @@ def test_a_complex_gradient_travels_as_pairs():
     assert flat_real(gradient).tolist() == bucket.home[:12].tolist()
 
 
-def test_caps_may_be_computed_from_the_bytes_on_the_wire_in_order():
-    parameters = [
-        *parameters_of(10, 20),
-        *parameters_of(30, dtype=torch.bfloat16),
-        *parameters_of(40, dtype=torch.complex128),
-    ]
-    seen: list[int] = []
-
-    def caps(sizes: list[int]) -> list[float]:
-        seen.extend(sizes)
-        return [40 * 4 / (1 << 20), 1]
-
-    groups = group_by_cap(parameters, [3, 2, 1, 0], caps)
-    assert seen == [40 * 16, 30 * 4, 20 * 4, 10 * 4]
-    assert groups == [[3], [2, 1, 0]]
-
-
 def test_buckets_do_not_mix_dtypes_of_the_wire():
     sixteen, sixty_four = parameters_of(256, 256, dtype=torch.bfloat16), parameters_of(64, dtype=torch.double)
     parameters = [sixteen[0], sixty_four[0], *parameters_of(256), sixteen[1]]

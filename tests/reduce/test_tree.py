@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from instep.reduce.buckets import TreeAccumulator
+from instep.reduce.node_format import NodeFormat, Stretch
 from instep.reduce.tree import are_siblings, host_major, rank_major, roots, round_major, sum_of
-from tests.reduce.trees import children, maximal_nodes, parenthesised, tree_sum
-
-POWERS = [1 << k for k in range(11)]
+from tests.reduce.trees import children, maximal_nodes, parenthesised, rounded, tree_sum
 
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 5, 8, 11, 16])
@@ -112,31 +115,6 @@ def test_rank_major_has_the_fewest_roots_of_all_cuts(num_leaves, num_ranks):
     assert (0, *(leaves.stop for leaves in found)) == longest_first
 
 
-@pytest.mark.parametrize(
-    ("num_leaves", "num_ranks", "loads", "most", "total"),
-    [
-        (4, 3, [1, 1, 2], 1, 3),
-        (8, 3, [2, 3, 3], 2, 5),
-        (8, 5, [1, 1, 2, 2, 2], 1, 5),
-        (8, 6, [1, 1, 1, 1, 2, 2], 1, 6),
-        (8, 7, [1, 1, 1, 1, 1, 1, 2], 1, 7),
-        (12, 3, [4, 4, 4], 1, 3),
-        (12, 4, [3, 3, 3, 3], 2, 8),
-        (16, 3, [4, 6, 6], 2, 5),
-        (32, 3, [10, 11, 11], 4, 9),
-        (32, 6, [4, 4, 6, 6, 6, 6], 2, 10),
-        (64, 7, [8, 8, 8, 10, 10, 10, 10], 3, 13),
-        (128, 3, [42, 43, 43], 6, 13),
-    ],
-)
-def test_the_published_plans(num_leaves, num_ranks, loads, most, total):
-    """A step moves (total / W + 1) / 2 times the bytes of a ring all-reduce."""
-    ranges = rank_major(num_leaves, num_ranks)
-    counts = [len(roots(leaves, num_leaves)) for leaves in ranges]
-    assert sorted(map(len, ranges)) == loads
-    assert (max(counts), sum(counts)) == (most, total)
-
-
 @pytest.mark.parametrize(("num_leaves", "num_ranks"), [(1024, 64), (1024, 63), (1000, 45), (769, 64)])
 def test_a_large_plan_covers_its_leaves(num_leaves, num_ranks):
     """Also ends before the deadline of a test, which a search of all cuts would not."""
@@ -173,3 +151,82 @@ def test_two_hosts_of_three_ranks_have_one_root_each(num_leaves):
 def test_there_must_be_a_leaf_and_a_rank(num_leaves, num_ranks):
     with pytest.raises(ValueError, match="at least one leaf and one rank"):
         rank_major(num_leaves, num_ranks)
+
+
+NUM_ELEMENTS = 5
+
+
+class Memory:
+    """Counts the buffers of a counter."""
+
+    def __init__(self) -> None:
+        self.home = torch.empty(NUM_ELEMENTS)
+        self.num_buffers = 1
+
+    def spare(self) -> Tensor:
+        self.num_buffers += 1
+        return torch.empty(NUM_ELEMENTS)
+
+
+def push_all(
+    counter: TreeAccumulator, leaves: dict[int, Tensor], num_leaves: int, *, adds: bool = False
+) -> None:
+    """``adds``: a leaf is accumulated into its sibling, if there is one."""
+    counter.reset(num_leaves)
+    for leaf, gradient in leaves.items():
+        if adds and (sibling := counter.sibling_of(leaf)) is not None:
+            sibling.add_(gradient)
+            counter.added(leaf)
+            continue
+        buffer = counter.open()
+        buffer.copy_(gradient)
+        counter.push(leaf, buffer)
+
+
+def drawn(num_leaves: int, seed: int) -> np.ndarray:
+    """Leaves whose sum depends on its order: magnitudes from 1e-3 to 1e3."""
+    random = np.random.default_rng(seed)
+    exponents = random.uniform(-3, 3, (num_leaves, NUM_ELEMENTS))
+    return (random.standard_normal((num_leaves, NUM_ELEMENTS)) * 10**exponents).astype(np.float32)
+
+
+@given(st.integers(1, 24), st.data(), st.integers(0, 1000), st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_partial_sums_have_the_bits_of_the_tree_in_any_order_of_arrival(
+    num_leaves, data, seed, adds, shuffled
+):
+    own = sorted(data.draw(st.sets(st.integers(0, num_leaves - 1), min_size=1)))
+    own = data.draw(st.permutations(own)) if shuffled else own
+    gradients, memory = drawn(num_leaves, seed), Memory()
+    counter = TreeAccumulator(memory.home, memory.spare)
+    push_all(counter, {leaf: torch.from_numpy(gradients[leaf]) for leaf in own}, num_leaves, adds=adds)
+    assert [node for node, _ in counter.roots] == maximal_nodes(set(own), num_leaves)
+    for (lo, hi), value in counter.roots:
+        assert value.numpy().tobytes() == tree_sum(gradients[lo:hi], rounded).tobytes()
+    assert counter.roots[0][1] is memory.home
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_whole_tree_needs_log2_plus_one_buffers_and_one_less_if_leaves_are_added(adds):
+    for num_leaves in range(1, 40):
+        memory = Memory()
+        gradients = {leaf: torch.zeros(NUM_ELEMENTS) for leaf in range(num_leaves)}
+        push_all(TreeAccumulator(memory.home, memory.spare), gradients, num_leaves, adds=adds)
+        assert memory.num_buffers == max(1, math.floor(math.log2(num_leaves)) + (not adds))
+
+
+def test_a_leaf_is_not_accumulated_into_rounded_nodes():
+    memory = Memory()
+    nodes = NodeFormat("bfloat16").of_bucket([Stretch(0, 0, 16)], 16, 1, torch.float32, torch.device("cpu"))
+    counter = TreeAccumulator(torch.empty(16), memory.spare, nodes=nodes)
+    counter.reset(2)
+    counter.push(0, counter.open().zero_())
+    assert counter.sibling_of(1) is None
+
+
+def test_a_fresh_step_forgets_the_one_before():
+    memory = Memory()
+    counter = TreeAccumulator(memory.home, memory.spare)
+    push_all(counter, {0: torch.full((NUM_ELEMENTS,), 7.0), 1: torch.ones(NUM_ELEMENTS)}, 2)
+    push_all(counter, {0: torch.ones(NUM_ELEMENTS)}, 2)
+    assert [(node, value.tolist()) for node, value in counter.roots] == [((0, 1), [1.0] * NUM_ELEMENTS)]

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, numbers
 from tests.replicate.nets import Dense, Tied, Twice, conv_net, gpt
@@ -341,18 +340,3 @@ def test_where_ddp_drifts_the_gradient_is_right_or_an_error_says_what_to_do(mesh
         step_once(model.module)
         assert equal_everywhere(mesh, model.parameters())
     model.close()
-
-
-@world(2, by="process")
-def test_an_embedding_that_rescales_the_rows_that_it_looks_up_is_refused(mesh: Mesh) -> None:
-    def module(max_norm: float | None) -> nn.Module:
-        return filled(nn.Sequential(nn.Embedding(4, 3, max_norm=max_norm), nn.Linear(3, 2)))
-
-    theirs = module(0.01)
-    DistributedDataParallel(theirs)(torch.tensor([mesh.rank])).square().mean().backward()
-    step_once(theirs)
-    assert not equal_everywhere(mesh, theirs.parameters())
-    with pytest.raises(ValueError, match=r"'0' has max_norm=0\.01, which rescales.*max_norm=None"):
-        DataParallel(module(0.01))
-    with pytest.raises(ValueError, match="max_norm"):
-        ThreadedReplicas(module(0.01), 2, alone=True)

@@ -1,20 +1,31 @@
-"""Buffers that are the same on all ranks are not sent; where they differ, all take rank 0's."""
+"""Buffers: rank 0's where they differ; and running statistics, which declared steps keep in order."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from instep.errors import Desync
 from instep.events import BUFFERS
 from instep.mesh.mesh import Mesh
 from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
-from tests.parity import filled
-from tests.replicate.nets import WIDTH
+from tests.parity import (
+    Training,
+    assert_same_bits,
+    filled,
+    train_by_hand,
+    world_of_one,
+)
+from tests.replicate.nets import WIDTH, Residual, data, images, mean_square
 from tests.replicate.replicas import equal_everywhere, gradients, samples, square
 from tests.world import world
 
@@ -119,16 +130,6 @@ def test_other_buffers_on_one_rank_are_refused_by_name(mesh: Mesh) -> None:
     model.close()
 
 
-@world(2)
-def test_a_rank_without_a_buffer_that_others_have_is_no_hang(mesh: Mesh) -> None:
-    model = DataParallel(filled(nn.Sequential(nn.Linear(WIDTH, 4))), process_group=mesh)
-    if mesh.rank:
-        model.module.register_buffer("own", torch.ones(3))
-    with pytest.raises(ValueError, match=r"nothing on rank 0, but buffer 'own'"):
-        square(model, mesh.rank).backward()
-    model.close()
-
-
 @world(4, shard=2)
 def test_sharded_modules_too(mesh: Mesh) -> None:
     model = fully_shard(filled(Positions()), mesh)
@@ -211,3 +212,144 @@ def test_buffers_are_left_alone_if_asked(mesh: Mesh) -> None:
     square(model, mesh.rank).backward()
     assert not equal_everywhere(mesh, model.buffers())
     model.close()
+
+
+NUM_LEAVES = 4
+
+
+class Net(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x))
+
+
+def wrapped(norm: nn.Module, mesh: Mesh | None = None) -> DataParallel:
+    return DataParallel(filled(Net(norm)), process_group=mesh or world_of_one())
+
+
+def declare(model: DataParallel, number: int = 0) -> None:
+    for micro_batch in model.micro_batches(NUM_LEAVES, step=number):
+        mean_square(model, micro_batch, number)
+
+
+def kept(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, x.clone()) for name, x in module.named_buffers()]
+
+
+@world(2)
+def test_what_each_rank_measures_alone_would_differ(mesh: Mesh, monkeypatch) -> None:
+    model = DataParallel(filled(Residual()), process_group=mesh)
+    model._session.declared.statistics.exchange = lambda reducer: None
+    for micro_batch in model.micro_batches(NUM_LEAVES):
+        images(model, micro_batch, 0)
+    assert equal_everywhere(mesh, [p.grad for p in model.module.parameters()])
+    assert not equal_everywhere(mesh, model.module.buffers())
+    model.close()
+
+
+@world(2)
+def test_a_forward_in_eval_mode_sees_the_statistics_of_before_the_step(mesh: Mesh) -> None:
+    model = wrapped(nn.BatchNorm1d(WIDTH), mesh)
+    declare(model)
+    model.zero_grad()
+    seen = []
+    expected = copy.deepcopy(model.module).eval()
+    for micro_batch in model.micro_batches(NUM_LEAVES):
+        mean_square(model, micro_batch, 1)
+        x = data(micro_batch, 1)
+        with torch.no_grad():
+            seen.append(torch.equal(model.module.eval()(x), expected(x)))
+        model.module.train()
+    assert all(seen)
+    assert model.module.norm.num_batches_tracked == 2 * NUM_LEAVES
+    model.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@world(2)
+def test_a_step_that_is_given_up_changes_no_statistic_and_can_be_repeated(mesh: Mesh, strategy: str) -> None:
+    """Also after the last backward, when all gradients have left."""
+    model = DataParallel(filled(Residual()), process_group=mesh, strategy=strategy)
+    expected = train_by_hand(Training(Residual, images, num_leaves=NUM_LEAVES, num_steps=1))
+    expected = [(name, x) for name, x in expected if "running" in name or "tracked" in name]
+
+    def given_up(number: int) -> None:
+        for micro_batch in model.micro_batches(NUM_LEAVES, step=number):
+            images(model, micro_batch, number)
+            if mesh.rank == 1 and micro_batch.index == NUM_LEAVES - 1:
+                raise KeyError("mine")
+
+    before = kept(model.module)
+    for number in range(2):  # gradients leave during backward from the second step on
+        with pytest.raises(
+            Desync if mesh.rank == 0 else KeyError, match="left" if mesh.rank == 0 else "mine"
+        ):
+            given_up(number)
+        assert_same_bits(kept(model.module), before)
+        assert all(p.grad is None for p in model.module.parameters())
+    for micro_batch in model.micro_batches(NUM_LEAVES, step=0):
+        images(model, micro_batch, 0)
+    assert_same_bits(kept(model.module), expected)
+    model.close()
+
+
+@world(2)
+def test_norms_that_track_on_one_rank_only_are_told_apart(mesh: Mesh) -> None:
+    model = wrapped(nn.BatchNorm1d(WIDTH), mesh)
+    if mesh.rank == 1:
+        norm = model.module.norm
+        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    with pytest.raises(Desync, match=r"running statistics of 0 norms; rank 0: 1\. Track them"):
+        declare(model)
+    model.close()
+
+
+def test_a_norm_that_changes_its_buffers_in_its_own_way_is_refused_by_name() -> None:
+    class InPlace(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.running_mean.lerp_(x.detach().mean(0), 0.1)
+            return F.batch_norm(x, None, None, training=True)
+
+    class Replaced(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean(0)
+            return F.batch_norm(x, None, None, training=True)
+
+    class Half(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, self.running_mean, torch.ones(WIDTH), training=True)
+
+    class Overridden(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    for kind in (InPlace, Replaced, Half, Overridden):
+        with pytest.raises(
+            ValueError,
+            match=r"forward changed buffer 'norm\.(running_mean|num_batches_tracked)' in a declared",
+        ):
+            declare(wrapped(kind(WIDTH)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_norm_is_refused_by_name() -> None:
+    module = Net(nn.BatchNorm1d(WIDTH))
+    model = DataParallel(filled(module), process_group=world_of_one())
+    declare(model)  # hooks are there by now
+    model.zero_grad()
+    module.norm.compile(backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"forward changed buffer 'norm\.\w+' .* not compiled"):
+        declare(model)
+    torch.compiler.reset()
+
+
+def test_a_wrapper_with_norms_is_collected() -> None:
+    model = wrapped(nn.BatchNorm1d(WIDTH))
+    declare(model)
+    gone = weakref.ref(model), weakref.ref(model.module)
+    del model
+    gc.collect()
+    assert [x() for x in gone] == [None, None]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
-import instep
-from instep.mesh.mesh import Mesh, get, registered_mesh
+from instep.mesh.mesh import Mesh
 from instep.pipeline.pipeline import Pipeline
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.replicate.wrapper import REFUSED, DataParallel
@@ -147,27 +146,6 @@ def test_a_world_of_one_needs_no_group() -> None:
         square(module, 0).backward()
     torch.testing.assert_close(gradients(model.module), gradients(alone))
     assert DataParallel(Dense(), process_group=world_of_one()).group.size == 1
-
-
-@world(2, by="process")
-def test_half_an_environment_is_no_error_where_a_default_group_is(mesh: Mesh) -> None:
-    """Programs that spawn their ranks set ``WORLD_SIZE`` and pass the rank as an argument."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "INSTEP_STORE"):
-            patch.delenv(name, raising=False)
-        patch.setenv("WORLD_SIZE", "2")
-        before = registered_mesh()
-        get.register_mesh(None)
-        try:
-            model = DataParallel(filled(Dense()))
-            square(model, mesh.rank).backward()
-            assert_mean_gradients(mesh, model.module, square)
-            model.close()
-            joined = instep.init(backend="gloo")
-            assert (joined.rank, joined.axes.world_size) == (mesh.rank, 2)
-            joined.close()
-        finally:
-            get.register_mesh(before)
 
 
 def test_a_rank_that_has_joined_nothing_is_told_to(monkeypatch):

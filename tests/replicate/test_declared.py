@@ -249,17 +249,6 @@ def test_a_loop_that_was_left_by_keeping_its_iterator(mesh: Mesh) -> None:
 
 
 @world(2)
-def test_a_declared_step_after_an_undeclared_backward_that_raised(mesh: Mesh) -> None:
-    """What the failed backward has sent must not be taken for a part of the declared step."""
-    model = wrapped(mesh, bucket_cap_mb=1e-5)
-    step(model)
-    model.zero_grad()
-    with failing_at(next(iter(model.parameters())), KeyError), pytest.raises(KeyError):
-        model(torch.ones(1, 6)).sum().backward()
-    assert_can_go_on(model)
-
-
-@world(2)
 def test_zip_may_ask_micro_batches_first_and_else_the_optimizer_notices(mesh: Mesh) -> None:
     """``zip`` does not come back to its second argument: the loop was left on every rank, without a word."""
     model = wrapped(mesh)

@@ -301,14 +301,3 @@ def test_every_element_has_its_turn(num_elements: int, num_parameters: int, dtyp
         for step in range(PERIOD):
             watch.stepped(step + 7)
     assert seen.all()
-
-
-@world(2)
-def test_a_layout_of_one_s_own_is_sampled_by_its_elements(mesh: Mesh) -> None:
-    x = torch.arange(64.0).view(8, 8)
-    in_rows = ReplicaWatch(mesh.world.group, lambda: [("x", x)], [range(2)])
-    in_columns = ReplicaWatch(mesh.world.group, lambda: [("x", x.t().contiguous().t())], [range(2)])
-    for step in range(8):
-        in_rows.stepped(step)
-        in_columns.stepped(step)
-        assert in_rows.sampled == in_columns.sampled

@@ -69,15 +69,3 @@ def test_tied_and_frozen_parameters_are_there_once_or_not() -> None:
     seen = observed(alone(Tied(), find_unused_parameters=True), next_token)
     assert seen.leaves == by_hand(Tied(), next_token)
     assert list(seen.leaves[0]) == ["tokens.weight", "middle.weight", "middle.bias"]
-
-
-def test_outside_of_it_nothing_is_observed_and_an_error_passes_through() -> None:
-    def planted(module: nn.Module, micro_batch: MicroBatch, step: int) -> None:
-        mean_square(module, micro_batch, step)
-        assert micro_batch.index < 1, "planted"
-
-    model = alone(Dense())
-    with pytest.raises(AssertionError, match="planted"):
-        observed(model, planted)
-    assert model._reducer.observer is None
-    assert observed(model).leaves == by_hand(Dense())

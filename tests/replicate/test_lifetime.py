@@ -127,18 +127,6 @@ def test_a_bare_process_group_stays_the_user_s(mesh: Mesh) -> None:
     dist.destroy_process_group(group)
 
 
-@world(3, by="process")
-def test_a_bare_process_group_of_some_ranks(mesh: Mesh) -> None:
-    group = dist.new_group([0, 2])
-    if mesh.rank != 1:
-        model = DataParallel(filled(Dense()), process_group=group)
-        square(model, mesh.rank).backward()
-        both = zip(alone(filled(Dense()), 0), alone(filled(Dense()), 2), strict=True)
-        torch.testing.assert_close(gradients(model.module), [(x + y) / 2 for x, y in both])
-        model.close()
-    dist.destroy_process_group(group)
-
-
 @world(2)
 def test_the_registered_mesh_is_the_default(mesh: Mesh) -> None:
     current.get.register_mesh(mesh)

@@ -25,7 +25,6 @@ from tests.replicate.replicas import (
     assert_backwards,
     assert_mean_gradients,
     equal_everywhere,
-    failing_at,
     gradients,
     mean_gradients,
     samples,
@@ -427,21 +426,6 @@ def test_one_rank_alone_may_ask_for_gradients_that_are_not_accumulated(mesh: Mes
     model.close()
 
 
-@world(3)
-def test_after_a_desync_all_ranks_can_go_on(mesh: Mesh) -> None:
-    model = wrapped(mesh, bucket_cap_mb=1e-5)
-    if mesh.rank == 2:
-        weight = model.module.layers[0].weight
-        with failing_at(weight, KeyError), pytest.raises(KeyError, match="not a number"):
-            square(model, mesh.rank).backward()
-        model(samples(0))  # gives the step up; any forward does
-    else:
-        with pytest.raises(Desync, match="rank 2 left step 0"):
-            square(model, mesh.rank).backward()
-    assert_backwards(mesh, model, times=2)
-    model.close()
-
-
 # What a program does with it.
 
 
@@ -592,20 +576,6 @@ def test_a_gradient_from_before_freezing_is_no_obstacle(mesh: Mesh, zeroed: bool
         for p in module.layers[3:].parameters():
             p.grad = None
     assert equal_everywhere(mesh, module.parameters())
-    model.close()
-
-
-@world(2)
-def test_a_parameter_frozen_after_wrapping_counts_as_unused(mesh: Mesh) -> None:
-    model = wrapped(mesh, find_unused_parameters=True)
-    assert_backwards(mesh, model)
-    model.zero_grad()
-    model.module.layers[0].requires_grad_(False)
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    assert model.module.layers[0].weight.grad is None
-    model.module.layers[0].requires_grad_(True)
-    assert_backwards(mesh, model)
     model.close()
 
 

@@ -1,22 +1,37 @@
-"""Parameters are this rank's shards between steps, and whole where their modules compute or on request."""
+"""Parameters are this rank's shards between steps, and whole where modules compute; misuse is an error."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
-from collections.abc import Callable
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD, AdamW
 
 import instep
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh
+from instep.models.config import GPTConfig
+from instep.models.transformer import GPT
+from instep.reduce.norm import clip_grad_norm_
+from instep.rng.keys import initialize
+from instep.shard.fully import FullySharded, full_state_dict, fully_shard
+from instep.shard.optimizer import ShardedOptimizer
+from tests.kinds import Program, assert_same_state, on_every_kind, replicated_alone
 from tests.parity import filled, numbers, world_of_one
-from tests.shard.trained import assert_same
+from tests.replicate.nets import Dense, Segments, requires_input, two_backwards
+from tests.shard.trained import Wide, assert_same, wide_step
 from tests.world import world
 
 WIDTH = 72  # a matrix of WIDTH x WIDTH has a block and a part of one
@@ -302,18 +317,6 @@ def test_the_step_after_a_forward_that_raised_gathers_the_same_units(mesh: Mesh,
     model.close()
 
 
-def test_a_rank_alone_computes_with_what_is_written_through_data() -> None:
-    """Weights in another dtype were not cast again."""
-    model = instep.fully_shard(nn.Linear(4, 4), world_of_one(), 2, compute_dtype=torch.bfloat16)
-    x = torch.ones(2, 4)
-    model(x)
-    with instep.gathered(model):
-        for p in model.parameters():
-            p.data.zero_()
-    assert not model(x).any()
-    model.close()
-
-
 @world(2)
 @STAGES
 def test_what_is_written_through_data_inside_gathered_is_kept(mesh: Mesh, stage: int) -> None:
@@ -349,3 +352,349 @@ def test_a_gradient_that_a_program_has_set_is_clipped_by_the_norm_over_all_ranks
         found.append(instep.clip_grad_norm_(model.parameters(), 0.1).item())
     assert found[0] == found[1] == found[2]
     model.close()
+
+
+LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
+
+
+def backwards(model: nn.Module, num_leaves: int = 5) -> None:
+    for micro_batch in model.micro_batches(num_leaves, step=0):  # type: ignore[operator]
+        wide_step(model, micro_batch, 0)
+
+
+def declared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backwards(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(mesh: Mesh, model: nn.Module) -> None:
+    model(numbers(4, WIDTH, key=f"on rank {mesh.rank}")).square().mean().backward()
+
+
+@world(2)
+@STAGES
+def test_ranks_with_other_units_raise_on_both(mesh: Mesh, stage: int) -> None:
+    model = filled(Wide())
+    with pytest.raises(ValueError, match=r"the ranks differ in units: unit .* on rank 0, but .* on rank 1"):
+        fully_shard(model, mesh, stage, units=[model.layers[0]] if mesh.rank else None)
+
+
+@world(2)
+@STAGES
+def test_a_sharded_optimizer_that_was_made_before_is_refused_by_name(mesh: Mesh, stage: int) -> None:
+    module = filled(Wide())
+    optimizer = ShardedOptimizer(module.parameters(), SGD, mesh, **LOOP)
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' has a ShardedOptimizer already.*first"):
+        fully_shard(module, mesh, stage)
+    assert type(module) is Wide
+    optimizer.close()
+    model = fully_shard(module, mesh, stage)
+    model.close()
+
+
+@world(2)
+@STAGES
+def test_what_moves_the_parameters_after_sharding_is_an_error(mesh: Mesh, stage: int) -> None:
+    """With ``set_`` and ``vector_to_parameters`` training went on with the values from before."""
+
+    def replace_one(model: nn.Module) -> None:
+        p = next(model.parameters())
+        p.data = torch.zeros(p.shape, dtype=torch.float64)
+
+    def halve(model: nn.Module) -> None:
+        vector_to_parameters(parameters_to_vector(model.parameters()).detach() / 2, model.parameters())
+
+    def assign(model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.set_(torch.full_like(p, 0.1))
+
+    way_out = r"vector_to_parameters.*p\.copy_\(values\) under no_grad"
+    for change in (nn.Module.double, replace_one, halve, assign):
+        model = fully_shard(filled(Wide()), mesh, stage)
+        wrong = rf"'layers\.0\.weight' (has|would have) other memory than when it was sharded|{way_out}"
+        with pytest.raises(ValueError, match=wrong):  # noqa: PT012
+            change(model)
+            backwards(model, 2)
+        model.close()
+
+
+@world(2)
+def test_arguments_that_cannot_be_meant(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="stage=1: expected 2"):
+        fully_shard(Wide(), mesh, 1)
+    with pytest.raises(ValueError, match=r"expected one of floating point, got torch\.int8"):
+        fully_shard(Wide(), mesh, 2, compute_dtype=torch.int8)
+    for order in (torch.channels_last, None):
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=order) if order else nn.Linear(3, 4)
+        if order is None:
+            conv.weight.data = conv.weight.data.t().contiguous().t()
+        with pytest.raises(ValueError, match="'weight' cannot be sharded: it is not contiguous"):
+            fully_shard(conv, mesh)
+    hooked = nn.Linear(3, 4)
+    hooked.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match="'weight' cannot be sharded: it has a hook"):
+        fully_shard(hooked, mesh)
+    for name in ("group", "verify"):
+        with pytest.raises(ValueError, match=f"attribute '{name}' of its own"):
+            fully_shard(Named(name), mesh)
+    with pytest.raises(ValueError, match="'' has sparse gradients"):
+        fully_shard(nn.Embedding(4, 2, sparse=True), mesh)
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is on the meta device"):
+        fully_shard(Wide().to("meta"), mesh, 2)
+
+
+class Named(nn.Module):
+    """Has a name of its own that a sharded module needs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        setattr(self, name, "mine")
+
+
+@STAGES
+def test_a_sharded_module_stays_an_instance_of_its_class_until_it_is_closed(stage: int) -> None:
+    module = filled(Wide())
+    parameters = dict(module.named_parameters())
+    model = fully_shard(module, world_of_one(), stage)
+    assert model is module and isinstance(model, Wide) and isinstance(model, FullySharded)
+    assert type(model).__name__ == "FullyShardedWide"
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert list(full_state_dict(model)) == list(parameters)
+    assert model.step_mode is None and model.placement == {"strategy": "fully_shard", "stage": stage}
+    for broken in (lambda: copy.deepcopy(model), lambda: pickle.dumps(model)):
+        with pytest.raises(TypeError, match="full_state_dict"):
+            broken()
+    model(numbers(4, WIDTH, key="x")).sum().backward()
+    assert model.step_mode == "undeclared"
+    model.close()
+    assert type(module) is Wide and not hasattr(module, "micro_batches")
+    assert all(p.grad is None for p in module.parameters())
+
+
+@world(2, by="process")  # threads collect one at a time
+@STAGES
+def test_a_module_that_is_dropped_is_collected_with_all_that_kept_it_sharded(mesh: Mesh, stage: int) -> None:
+    model = fully_shard(filled(Wide()), mesh, stage)
+    plain(mesh, model)
+    kept = [weakref.ref(x) for x in (model, model.sharding, model.sharding.reducer)]
+    del model
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+
+
+@world(2)
+@STAGES
+def test_a_state_dict_of_what_is_sharded_in_part_is_whole(mesh: Mesh, stage: int) -> None:
+    module = nn.ModuleDict({"sharded": filled(Wide()), "plain": filled(nn.Linear(3, 2))})
+    expected = {name: x.clone() for name, x in module.state_dict().items()}
+    inner = fully_shard(module["sharded"], mesh, stage)
+    ours = full_state_dict(module)
+    assert_same(ours, expected, "state")
+    with torch.no_grad():
+        module["plain"].weight.zero_()
+    assert_same(ours, expected, "memory of its own")
+    inner.close()
+
+
+class Borrows(nn.Module):
+    """Its second part multiplies with the weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) @ self.first.weight)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_a_weight_in_the_forward_of_another_module_is_told_as_a_shard(mesh: Mesh, stage: int) -> None:
+    model = Borrows()
+    fully_shard(model, mesh, stage=stage, units=[model.first, model.second])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(torch.ones(3, 128))
+    assert "it is this rank's shard, of another shape. Make both one unit" in raised.value.__notes__[0]
+    model.close()
+
+
+@world(2)
+@STAGES
+def test_gradients_in_slices_are_discarded_also_where_zeros_are_asked_for(mesh: Mesh, stage: int) -> None:
+    model = fully_shard(filled(Wide()), mesh, stage=stage)
+    norms = []
+    for _ in range(2):
+        plain(mesh, model)
+        norms.append(clip_grad_norm_(model.parameters(), float("inf")))
+        model.zero_grad(set_to_none=False)
+        assert clip_grad_norm_(model.parameters(), float("inf")) == 0
+    assert norms[0] == norms[1]
+    model.close()
+
+
+def assert_bits(mesh: Mesh, kind: str, one: Program, **wrap: Any) -> None:
+    assert_same_state(replace(one, kind=kind, wrap=wrap).trained(mesh), replicated_alone(one))
+
+
+SEVERAL = Program("replicated", Dense, leaf_step=two_backwards, optimizer=SGD, options=LOOP)
+AGAIN = Program("replicated", partial(Segments, True), leaf_step=requires_input, optimizer=SGD, options=LOOP)
+
+
+@on_every_kind(2, ("stage 2", "stage 3"))
+def test_gradients_in_several_parts_are_whole_when_they_are_sent_or_it_says_so(mesh: Mesh, kind: str) -> None:
+    """Several backwards of a micro-batch, and a reentrant checkpoint that is used several times."""
+    with pytest.raises(Desync, match=r"received gradient number 2 of this backward.*pass overlap=False"):
+        replace(SEVERAL, kind=kind).trained(mesh)
+    assert_bits(mesh, kind, SEVERAL, overlap=False)
+    assert_bits(mesh, kind, AGAIN)
+
+
+class Widens(nn.Module):
+    """Between its layers it computes in float32; it keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.given: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        self.given = {"x": x, **others}
+        for layer in self.layers:
+            x = torch.tanh(layer(x).float())
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_floating_inputs_of_the_module_and_its_units_are_cast(
+    mesh: Mesh, stage: int, dtype: torch.dtype
+) -> None:
+    model: Any = fully_shard(filled(Widens()), mesh, stage, compute_dtype=dtype)
+    x = numbers(4, 8, key="x").requires_grad_()
+    nested = {"mask": [torch.ones(2, dtype=torch.float64)], "name": "a"}
+    out = model(x, tokens=torch.arange(3), nested=nested)
+    given = model.given
+    assert given["x"].dtype == given["nested"]["mask"][0].dtype == dtype
+    assert given["tokens"].dtype == torch.int64 and given["nested"]["name"] == "a"
+    assert nested["mask"][0].dtype == torch.float64  # the caller's own stays
+    out.square().mean().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert_same(full_state_dict(model), dict(filled(Widens()).state_dict()), "weights")
+    model.close()
+
+
+@world(2)
+def test_without_a_compute_dtype_inputs_stay_what_they_are(mesh: Mesh) -> None:
+    model: Any = fully_shard(filled(Widens()).double(), mesh)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(numbers(4, 8, key="x"))
+    model.close()
+
+
+@contextmanager
+def sharded(mesh: Mesh, module: nn.Module) -> Iterator[Any]:
+    model = fully_shard(module, mesh)
+    yield model
+    model.close()
+
+
+CONFIG = GPTConfig(layers=3, width=48, heads=2, context=8, tied=True)
+
+
+def on_meta(kind: type[nn.Module], *arguments: object) -> nn.Module:
+    with torch.device("meta"):
+        return kind(*arguments)
+
+
+def fill(name: str, tensor: Tensor) -> None:
+    tensor.copy_(0.3 * numbers(*tensor.shape, key=name))
+
+
+@world(2)
+def test_a_model_that_fills_its_parameters_by_name_gets_the_weights_of_one_process(mesh: Mesh) -> None:
+    plain = GPT(CONFIG)
+    initialize(plain, seed=7)
+    module = on_meta(GPT, CONFIG)
+    parameters = list(module.parameters())
+    with sharded(mesh, module) as model:
+        assert not any(p.is_meta for p in module.parameters())
+        assert all(p is before for p, before in zip(module.parameters(), parameters, strict=True))
+        model.materialise(seed=7)
+        assert gathered_units(model) == []
+        assert_same(full_state_dict(module), dict(plain.state_dict()), "values")
+        tokens = torch.arange(16).view(2, 8)
+        assert torch.equal(module(tokens), plain(tokens))
+
+
+class Standard(nn.Module):
+    """Submodules of torch, one of which sets what its children have set already; and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(12, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0) for _ in range(2))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@world(2, by="process")
+def test_submodules_fill_themselves_alike_on_all_ranks_whatever_their_generators(mesh: Mesh) -> None:
+    torch.manual_seed(mesh.rank)
+    before = torch.get_rng_state()
+    module = on_meta(Standard)
+    with sharded(mesh, module) as model:
+        model.materialise(seed=3)
+        assert torch.equal(torch.get_rng_state(), before)
+        values = full_state_dict(module)
+        assert torch.equal(module.norm.running_var, torch.ones(16))
+        loss_of(module).backward()
+    group = mesh.whole.duplicate()
+    for name, x in values.items():
+        by_rank = group.all_gather_bytes(x.numpy().tobytes(), name)
+        assert by_rank[0] == by_rank[1], name
+    # The bounds of torch's own initialisation.
+    assert 0.2 < values["into.weight"].abs().max() <= 12**-0.5
+    assert 0.25 < values["layers.1.self_attn.in_proj_weight"].abs().max() <= (6 / (16 + 48)) ** 0.5
+    assert not values["layers.0.self_attn.out_proj.bias"].any()
+    assert not torch.equal(values["layers.0.linear1.weight"], values["layers.1.linear1.weight"])
+
+
+@world(2)
+def test_without_values_a_forward_says_what_to_call(mesh: Mesh) -> None:
+    module = on_meta(Stack)
+    message = r"'into\.weight' was on the meta device .* materialise\(\)"
+    with sharded(mesh, module), pytest.raises(ValueError, match=message):
+        loss_of(module)
+
+
+class Unfillable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+@world(1)
+def test_a_submodule_that_cannot_fill_itself_is_named(mesh: Mesh) -> None:
+    module = on_meta(Stack)
+    module.layers[0] = on_meta(Unfillable)
+    message = r"'layers\.0', a Unfillable, has parameters on the meta device"
+    with sharded(mesh, module) as model, pytest.raises(ValueError, match=message):
+        model.materialise()
+
+
+@world(1)
+def test_a_buffer_that_nothing_fills_is_named(mesh: Mesh) -> None:
+    module = on_meta(Stack)
+    module.register_buffer("table", torch.empty(3, device="meta"))
+    message = "buffer 'table' is on the meta device"
+    with sharded(mesh, module) as model, pytest.raises(ValueError, match=message):
+        model.materialise(fill)

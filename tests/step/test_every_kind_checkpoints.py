@@ -1,4 +1,7 @@
-"""Every kind saves what every other kind loads, on other ranks, with the state of one process."""
+"""What every kind saves and loads of modules that keep more than weights.
+
+That each kind goes on from what another has saved, on other ranks: tests/test_placements.py.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,10 @@ import torch
 from torch import nn
 
 import instep
-from instep.checkpoint.load import verify
 from instep.mesh.mesh import Mesh
 from tests.checkpoint.states import all_bits
-from tests.kinds import EVERY, KINDS, WIDTH, Program, close, on_every_kind
-from tests.parity import filled, world_of_one
-from tests.world import world
+from tests.kinds import EVERY, WIDTH, Program, close, on_every_kind
+from tests.parity import filled
 
 STEPS = 2
 
@@ -50,63 +51,6 @@ PROGRAM = Program("replicated", tied, num_steps=STEPS)
 
 def make(kind: str, mesh: Mesh, key: str) -> tuple[Any, torch.optim.Optimizer]:
     return replace(PROGRAM, kind=kind).make(tied(key), mesh)
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for number in steps:
-        PROGRAM.step(model, optimizer, number)
-
-
-def hashes(directory: Path) -> list[str]:
-    """Those of one process after two and three steps."""
-    model, optimizer = make("replicated", world_of_one(), "a")
-    found = []
-    for step in range(STEPS + 1):
-        train(model, optimizer, range(step, step + 1))
-        found.append(
-            verify(
-                instep.save(directory / "alone", step=step + 1, model=model, optimizer=optimizer)
-            ).state_sha256
-        )
-    close(model)
-    return found[STEPS - 1 :]
-
-
-def on_ranks(size: int, kind: str) -> Any:
-    axes = KINDS[kind].axes
-    return partial(world, size, timeout_s=20.0, **({"dp": -1, **axes} if axes else {}))()  # a disk is slow
-
-
-def train_and_save(mesh: Mesh, kind: str, directory: Path) -> None:
-    model, optimizer = make(kind, mesh, "a")
-    train(model, optimizer, range(STEPS))
-    instep.save(directory, step=STEPS, model=model, optimizer=optimizer)
-    mesh.world.group.barrier("the test")
-    close(optimizer, model)
-
-
-def load_and_go_on(mesh: Mesh, kind: str, directory: Path, expected: str) -> None:
-    model, optimizer = make(kind, mesh, "other")
-    train(model, optimizer, range(1))
-    assert instep.load(directory, model=model, optimizer=optimizer).step == STEPS
-    train(model, optimizer, range(STEPS, STEPS + 1))
-    path = instep.save(directory / "again", step=STEPS + 1, model=model, optimizer=optimizer)
-    mesh.world.group.barrier("the test")
-    assert verify(path).state_sha256 == expected
-    close(optimizer, model)
-
-
-RING = [*zip(EVERY, (3, 2, 3, 2, 2), strict=True)]  # each kind loads what the one before it has saved
-
-
-@pytest.mark.parametrize(("before", "after"), [*zip(RING, RING[1:] + RING[:1], strict=True)], ids=str)
-def test_any_kind_goes_on_from_what_another_has_saved(
-    tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
-) -> None:
-    first, second = hashes(tmp_path)
-    on_ranks(before[1], before[0])(train_and_save)(kind=before[0], directory=tmp_path)
-    assert verify(tmp_path / f"step-{STEPS:08d}").state_sha256 == first
-    on_ranks(after[1], after[0])(load_and_go_on)(kind=after[0], directory=tmp_path, expected=second)
 
 
 @on_every_kind(2)
@@ -265,10 +209,11 @@ def _count(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any)
     ],
 )
 def test_what_no_rank_can_save_alone_is_refused(kind: str, module: Any, words: str, tmp_path: Path) -> None:
-    def body(mesh: Mesh) -> None:
+    @on_every_kind(2, [kind])
+    def body(mesh: Mesh, kind: str) -> None:
         model, optimizer = replace(PROGRAM, kind=kind).make(filled(module()), mesh)
         with pytest.raises(ValueError, match=words):
             instep.save(tmp_path, step=1, model=model, optimizer=optimizer)
         close(optimizer, model)
 
-    on_ranks(2, kind)(body)()
+    body(kind=kind)

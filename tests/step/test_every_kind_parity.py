@@ -64,12 +64,6 @@ PROGRAMS = {
     "tied and frozen": program(TiedWide, tokens_step, groups=matrices_and_vectors, num_leaves=7),
     "channels last": program(WideImages, images_step, num_leaves=3),
 }
-ODD = {
-    name: program(x.module, x.leaf_step, optimizer=SGD, options=LOOP, num_leaves=min(x.num_leaves, 5))
-    for name, x in PLAIN.items()
-    # Sharded modules have to be told of the first, and refuse the others.
-    if name != "two backwards" and "channels last" not in name
-}
 
 
 def assert_bits(mesh: Mesh, kind: str, programs: Iterable[Program]) -> None:
@@ -80,11 +74,6 @@ def assert_bits(mesh: Mesh, kind: str, programs: Iterable[Program]) -> None:
 @on_every_kind(2, (*LOOPS[1:], "stage 3, sharded optimizer"))
 def test_two_ranks_give_the_bits_of_one(mesh: Mesh, kind: str) -> None:
     assert_bits(mesh, kind, PROGRAMS.values())
-
-
-@on_every_kind(2, ("stage 1", "stage 3, sharded optimizer"), backend="shm")
-def test_odd_models_give_them_over_shared_memory(mesh: Mesh, kind: str) -> None:
-    assert_bits(mesh, kind, ODD.values())
 
 
 @on_every_kind(4, STAGES, dp=2, shard=2)
@@ -168,14 +157,6 @@ def test_weights_make_the_mean_over_items_exact(mesh: Mesh) -> None:
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12)
     model.close()
-
-
-def test_the_user_s_random_stream_goes_on_as_if_there_had_been_no_step() -> None:
-    model = DataParallel(Dense(dropout=0.5), process_group=world_of_one())
-    before = torch.get_rng_state()
-    for micro_batch in model.micro_batches(3):
-        mean_square(model, micro_batch, 0)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @world(2)

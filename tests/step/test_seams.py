@@ -149,21 +149,6 @@ def test_two_ranks_share_every_micro_batch(mesh: Mesh) -> None:
     expect_the_mean_of_all_parts(mesh)
 
 
-@world(4, dp=2, tp=2)
-def test_two_pairs_of_ranks_have_the_bits_of_one(mesh: Mesh) -> None:
-    expect_the_mean_of_all_parts(mesh)
-
-
-@world(4, dp=2, tp=2)
-def test_of_one_micro_batch_one_gradient_is_in_parts_and_another_is_not(mesh: Mesh) -> None:
-    """As in tensor parallelism: a norm has a part of the sequence, and a matrix is this rank's shard."""
-    model = parts_of(mesh, GradientGroups({1: over_dp(mesh)}, data_ranks=(0, 0, 1, 1), alike=COLUMNS))
-    shard = [f"{index}, part {mesh.coordinates['tp']}" for index in range(G)]
-    assert torch.equal(model.module.dense.grad, mean("dense", EVERY_PART, G))
-    assert torch.equal(model.module.own.grad, mean("own", shard, G))
-    model.close()
-
-
 @world(2, tp=2)
 def test_ranks_that_share_a_micro_batch_give_it_one_weight(mesh: Mesh) -> None:
     model = Toy(Weights(), mesh, GradientGroups(data_ranks=(0, 0)))
