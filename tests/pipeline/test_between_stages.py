@@ -123,39 +123,6 @@ def test_what_led_to_an_output_that_no_stage_uses_has_no_gradient(
     compared()
 
 
-class Cuts(torch.autograd.Function):
-    """What it is given; it has no gradient for it."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> None:  # type: ignore[override]
-        return None
-
-
-class Cut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = Scale(), Scale(2.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.after(Cuts.apply(self.before(x)))
-        return found
-
-
-@world(2, pp=2, dp=1)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_function_without_a_gradient_gives_none_to_the_stage_before(mesh: Mesh, schedule: str) -> None:
-    expected = in_one_process(nn.Sequential(Scale(), Cut()), [*X])
-    assert [x is None for x in expected] == [True, True, False]
-    model = instep.Pipeline([Scale(), Cut()], mesh, schedule, find_unused_parameters=True)
-    step(model, [*X])
-    require_same(model, expected)
-    model.close()
-
-
 class Masks(nn.Module):
     def __init__(self) -> None:
         super().__init__()

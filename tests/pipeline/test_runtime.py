@@ -563,24 +563,6 @@ def test_a_wrong_gradient_is_named_with_the_rank_that_has_it(mesh: Mesh) -> None
     model.close()
 
 
-@world(2, pp=2, dp=1)
-def test_norms_and_gradients_that_are_there_are_as_before(mesh: Mesh) -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model = instep.Pipeline(net, mesh, "gpipe", 2)
-    x = torch.linspace(-1.0, 1.0, 2 * 3 * 4).view(2, 3, 4)
-    step: dict[str, Any] = {
-        "inputs": lambda micro_batch: x[micro_batch.index],
-        "loss": lambda y, _: y.square().sum() / 7,
-    }
-    model.step(**step)
-    gradients = [p.grad for p in model.parameters()]
-    buffers = [b.clone() for b in model.buffers()]
-    assert model.verify(**step, rtol=1e-4).ok
-    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
-    model.close()
-
-
 @world(2, pp=2, dp=1, by="process")
 def test_dropout_and_data_are_those_of_the_step(mesh: Mesh) -> None:
     rows = torch.arange(32 * 9).view(32, 9) * 7 % 32

@@ -10,9 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.pipeline.published import (
-    GPIPE_MICRO_BATCHES,
-    GPIPE_SPEED_UPS,
-    GPIPE_WITHIN,
     ROWS,
     WITHIN,
     Measured,
@@ -32,24 +29,12 @@ rank 1:  .  1F0 1B0 1F1 1B1 1F2 1B2
 """
 
 
-@pytest.mark.parametrize("kind", COMPUTE)
-def test_an_action_prints_and_parses(kind):
-    action = Action(12, kind, 3)
-    assert str(action) == f"12{kind}3"
-    assert Action.parse(str(action)) == action
-
-
 @pytest.mark.parametrize(
     "text", ["", "F0", "2F", "2X0", "2f0", "2F0 ", "-1F0", "2F-1", "2F0F0", "9" * 10 + "F0"]
 )
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ValueError, match=r"expected a stage, one of F, B, I, W, .* such as 2F0, got"):
         Action.parse(text)
-
-
-def test_the_input_gradient_is_what_others_need_of_a_full_backward():
-    assert Action(1, B, 2).result == Action(1, I, 2)
-    assert [Action(1, kind, 2).result.kind for kind in (F, I, W)] == [F, I, W]
 
 
 def test_a_forward_needs_the_stage_before_and_a_backward_its_forward_and_the_stage_after():
@@ -65,15 +50,6 @@ def test_a_schedule_prints_as_the_grid_that_it_is_read_from():
     schedule = Schedule.parse(TWO)
     assert str(schedule) == TWO
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_micro_batches) == (2, 2, 3)
-
-
-def test_only_the_order_within_a_row_is_read():
-    loose = "0F0,0F1 0B0  # the first rank\n\n  # nothing here\n1F0,.,.,1B0,,1F1\t1B1,"
-    assert Schedule.parse(loose).rows == Schedule.parse("rank 0: 0F0 0F1 0B0\nrank 1: 1F0 1B0 1F1 1B1").rows
-
-
-def test_a_stage_is_held_by_the_rank_that_works_on_it():
-    assert Schedule.parse("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0").stage_ranks == (0, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -311,12 +287,3 @@ def test_another_order_does_not_give_them():
     row = FEW[0]
     assert abs(simulated(row, "gpipe") - row.rates["1f1b"]) > 100 * WITHIN["1f1b"]
     assert abs(simulated(row, "zb-h1") - row.rates["zb-h2"]) > 5 * WITHIN["zb-h2"]
-
-
-@pytest.mark.parametrize("ranks", GPIPE_SPEED_UPS)
-def test_gpipe_is_as_much_faster_as_published(ranks):
-    times = StageTimes(1 / ranks, 1 / ranks, 1 / ranks)
-    found = (
-        3 * GPIPE_MICRO_BATCHES / makespan_s(simulate(generate("gpipe", ranks, GPIPE_MICRO_BATCHES), times))
-    )
-    assert found == pytest.approx(GPIPE_SPEED_UPS[ranks], rel=GPIPE_WITHIN)

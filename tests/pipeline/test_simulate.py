@@ -150,12 +150,6 @@ def test_a_simulated_step_is_read_as_it_was_made() -> None:
         assert bubble_rate(step.timeline) == pytest.approx(bubble_rate(Timeline(one)))
 
 
-def test_a_step_that_a_rank_has_not_ended_is_none() -> None:
-    events = simulate(generate("1f1b", 2, 2), StageTimes(1, 1, 1)).events
-    (step,) = steps_of(Timeline(e for e in events if e.name != STEP or e.rank == 0), 0)
-    assert [*step.rows] == [0]
-
-
 def test_what_is_around_a_computation_counts_for_its_stage_and_for_no_bubble() -> None:
     """Ranks compute from a second after they have turned to an action; the figures are of whole ones."""
     whole = simulate(generate("1f1b", 2, 4), StageTimes(4, 4, 4)).events

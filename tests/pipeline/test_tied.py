@@ -151,15 +151,3 @@ def test_a_stage_that_does_not_use_a_shared_weight_adds_no_zero_to_its_gradient(
         assert weight.grad is not None
         assert torch.equal(torch.signbit(weight.grad), torch.ones_like(weight.grad, dtype=torch.bool))
     model.close()
-
-
-@world(2, pp=2, dp=1)
-def test_a_shared_weight_that_no_stage_uses_has_no_gradient(mesh: Mesh) -> None:
-    weight = nn.Parameter(torch.ones(3))
-    trained = nn.Parameter(torch.ones(2, 6, 8, 8))
-    first = nn.Sequential(Scales(trained), Skips(weight))
-    model = instep.Pipeline([first, Skips(weight)], mesh, "1f1b", G, find_unused_parameters=True)
-    model.step(lambda output, _: output.sum(), lambda micro_batch: X[micro_batch.index])
-    if mesh.rank == 0:
-        assert weight.grad is None and trained.grad is not None
-    model.close()

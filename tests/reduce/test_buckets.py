@@ -73,18 +73,6 @@ def test_padding_is_minus_zero_and_changes_no_float(sizes, num_ranks):
     assert (floats + -0.0).view(torch.int32).tolist() == floats.view(torch.int32).tolist()
 
 
-def test_a_complex_gradient_travels_as_pairs():
-    parameter = torch.zeros(2, 3, dtype=torch.complex64)
-    bucket = one_bucket([parameter, torch.zeros((), dtype=torch.complex64)])
-    gradient = torch.randn(2, 3, dtype=torch.complex64)
-    matrix, scalar = bucket.views(bucket.home)
-    matrix.copy_(gradient)
-    scalar.fill_(5 - 2j)
-    assert bucket.home[:12].tolist() == [x for z in gradient.flatten().tolist() for x in (z.real, z.imag)]
-    assert bucket.home[16:18].tolist() == [5, -2]
-    assert flat_real(gradient).tolist() == bucket.home[:12].tolist()
-
-
 def test_buckets_do_not_mix_dtypes_of_the_wire():
     sixteen, sixty_four = parameters_of(256, 256, dtype=torch.bfloat16), parameters_of(64, dtype=torch.double)
     parameters = [sixteen[0], sixty_four[0], *parameters_of(256), sixteen[1]]

@@ -18,7 +18,6 @@ from instep.reduce.buckets import Bucket
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import (
     AGREED,
-    NUM_FIELDS,
     UPDATE,
     VERSION,
     Header,
@@ -365,14 +364,6 @@ def test_headers_and_flags_arrive_as_they_were_sent(num_parameters, sent, data):
     assert unpack(rows, num_flags) == (sent, flags)
 
 
-@pytest.mark.parametrize("num_parameters", [0, 1, 31, 32, 62, 63, 64, 124, 125, 1000])
-def test_no_flag_is_lost_at_the_edge_of_a_word(num_parameters):
-    length, num_flags = header_length(num_parameters), 2 * num_parameters
-    chosen = {0, num_parameters - 1, num_parameters, num_flags - 1} & set(range(num_flags))
-    for flags in [*(1 << i for i in chosen), (1 << num_flags) - 1]:
-        assert unpack(pack(GOOD, flags, num_flags, length)[None], num_flags) == ([GOOD], [flags])
-
-
 @pytest.mark.parametrize("field", sorted(set(AGREED) - {"op"}))
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_the_odd_rank_is_named_with_both_values(field, odd):
@@ -403,14 +394,6 @@ def test_ranks_that_do_different_things_are_told_what_in_words():
     assert str(disagreement([steps, GOOD, steps], [4, 5, 6])).startswith(
         "the ranks are out of step: rank 5 is in the exchange of gradients; ranks 4, 6: optimizer.step(). "
     )
-
-
-@given(st.lists(st.tuples(headers, st.lists(int64, min_size=3, max_size=3)), min_size=1, max_size=5))
-@settings(deadline=None)
-def test_a_few_words_travel_with_a_header(sent):
-    rows = torch.stack([pack(header, 0, 0, header_length(0), words) for header, words in sent])
-    assert unpack(rows, 0)[0] == [header for header, _ in sent]
-    assert rows[:, NUM_FIELDS : NUM_FIELDS + 3].tolist() == [words for _, words in sent]
 
 
 def test_a_rank_that_left_is_named_before_all_else():

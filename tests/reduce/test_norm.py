@@ -84,17 +84,6 @@ def test_a_complex_gradient_counts_both_parts():
     assert grad_norm([torch.tensor([3 + 4j, 12j])]) == 13.0
 
 
-def test_a_sparse_gradient_has_the_norm_of_the_dense_one():
-    rows = [[1.0, 0.0], [5.0, 1.0], [2.0, 4.0]]  # the first and the last belong to one row
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 4, 1]]), rows, (6, 2), check_invariants=True)
-    assert grad_norm([sparse]) == math.sqrt(3**2 + 4**2 + 5**2 + 1)
-    (parameter,) = with_gradients(torch.zeros(6, 2))
-    parameter.grad = sparse
-    clip_grad_norm_(parameter, 1.0)
-    assert parameter.grad.is_sparse
-    assert torch.linalg.vector_norm(parameter.grad.to_dense()).item() == pytest.approx(1.0, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("elements", "expected"),
     [

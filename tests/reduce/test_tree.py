@@ -222,11 +222,3 @@ def test_a_leaf_is_not_accumulated_into_rounded_nodes():
     counter.reset(2)
     counter.push(0, counter.open().zero_())
     assert counter.sibling_of(1) is None
-
-
-def test_a_fresh_step_forgets_the_one_before():
-    memory = Memory()
-    counter = TreeAccumulator(memory.home, memory.spare)
-    push_all(counter, {0: torch.full((NUM_ELEMENTS,), 7.0), 1: torch.ones(NUM_ELEMENTS)}, 2)
-    push_all(counter, {0: torch.ones(NUM_ELEMENTS)}, 2)
-    assert [(node, value.tolist()) for node, value in counter.roots] == [((0, 1), [1.0] * NUM_ELEMENTS)]

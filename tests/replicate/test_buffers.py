@@ -83,42 +83,6 @@ def test_what_one_rank_writes_in_whatever_way_is_seen_by_its_bytes(mesh: Mesh, w
 
 
 @world(2)
-def test_what_all_ranks_write_alike_stays_at_home(mesh: Mesh) -> None:
-    model = DataParallel(filled(Positions()), process_group=mesh)
-    for turn in range(3):
-        model.module.positions += turn
-        model.module.mask = ~model.module.mask  # another tensor
-        step(model, mesh.rank)
-    assert travels(model) == 0
-    model.close()
-
-
-class Hooked(Positions):
-    """Backward ends with a hook that writes into a buffer, after the last gradient has come."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        x.register_hook(self.last)
-        return super().forward(x)
-
-    def last(self, gradient: Tensor) -> None:
-        self.mask.fill_(bool(self.rank))
-
-
-@world(2)
-def test_a_write_at_the_end_of_backward_is_not_too_late(mesh: Mesh) -> None:
-    model = DataParallel(filled(Hooked(mesh.rank)), process_group=mesh)
-    for _ in range(2):
-        step(model, mesh.rank)
-        assert not model.module.mask.any()
-    model.close()
-
-
-@world(2)
 def test_other_buffers_on_one_rank_are_refused_by_name(mesh: Mesh) -> None:
     model = DataParallel(filled(Positions()), process_group=mesh)
     if mesh.rank:
@@ -296,17 +260,6 @@ def test_a_step_that_is_given_up_changes_no_statistic_and_can_be_repeated(mesh: 
     model.close()
 
 
-@world(2)
-def test_norms_that_track_on_one_rank_only_are_told_apart(mesh: Mesh) -> None:
-    model = wrapped(nn.BatchNorm1d(WIDTH), mesh)
-    if mesh.rank == 1:
-        norm = model.module.norm
-        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
-    with pytest.raises(Desync, match=r"running statistics of 0 norms; rank 0: 1\. Track them"):
-        declare(model)
-    model.close()
-
-
 def test_a_norm_that_changes_its_buffers_in_its_own_way_is_refused_by_name() -> None:
     class InPlace(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:
@@ -332,18 +285,6 @@ def test_a_norm_that_changes_its_buffers_in_its_own_way_is_refused_by_name() -> 
             match=r"forward changed buffer 'norm\.(running_mean|num_batches_tracked)' in a declared",
         ):
             declare(wrapped(kind(WIDTH)))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_norm_is_refused_by_name() -> None:
-    module = Net(nn.BatchNorm1d(WIDTH))
-    model = DataParallel(filled(module), process_group=world_of_one())
-    declare(model)  # hooks are there by now
-    model.zero_grad()
-    module.norm.compile(backend="eager", fullgraph=True)
-    with pytest.raises(ValueError, match=r"forward changed buffer 'norm\.\w+' .* not compiled"):
-        declare(model)
-    torch.compiler.reset()
 
 
 def test_a_wrapper_with_norms_is_collected() -> None:

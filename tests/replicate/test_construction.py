@@ -21,7 +21,7 @@ from instep.replicate.wrapper import REFUSED, DataParallel
 from instep.shard.fully import fully_shard
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import Dense
-from tests.replicate.replicas import assert_mean_gradients, gradients, square
+from tests.replicate.replicas import assert_mean_gradients, square
 from tests.world import world
 
 
@@ -101,15 +101,6 @@ def test_what_one_rank_refuses_all_raise_and_name_it(
 
 
 @world(2)
-def test_frozen_weights_and_those_of_another_wrapper_may_be_held_in_a_list(mesh: Mesh) -> None:
-    """A teacher, say, or the discriminator that a generator's loss asks."""
-    teacher, discriminator = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
-    other = DataParallel(discriminator, process_group=mesh)
-    DataParallel(holding([teacher, discriminator]), process_group=mesh).close()
-    other.close()
-
-
-@world(2)
 def test_a_gradient_that_arrives_sparse_is_refused_by_name(mesh: Mesh) -> None:
     class LooksUp(nn.Module):
         def __init__(self) -> None:
@@ -138,14 +129,6 @@ def test_every_keyword_of_ddp_is_known_and_one_that_asks_for_nothing_is_ignored(
 def test_devices_as_the_second_argument_are_refused(devices: object) -> None:
     with pytest.raises(TypeError, match=r"process_group: expected a mesh or a process group, got .*: dev"):
         DataParallel(nn.Linear(1, 1), devices)
-
-
-def test_a_world_of_one_needs_no_group() -> None:
-    model, alone = DataParallel(filled(Dense())), filled(Dense())
-    for module in (model, alone):
-        square(module, 0).backward()
-    torch.testing.assert_close(gradients(model.module), gradients(alone))
-    assert DataParallel(Dense(), process_group=world_of_one()).group.size == 1
 
 
 def test_a_rank_that_has_joined_nothing_is_told_to(monkeypatch):
@@ -198,18 +181,6 @@ def test_ddp_further_out_is_refused_in_the_first_forward(mesh: Mesh, ours: str) 
     with pytest.raises(ValueError, match=AROUND):
         model(torch.ones(2, BLOCK_ELEMENTS))
     inner.close()
-
-
-@world(2, by="process")
-def test_ddp_may_leave_to_a_wrapper_what_it_leaves_out_itself(mesh: Mesh) -> None:
-    """As torch's own nested DDPs do."""
-    module = Holder(DataParallel(filled(Dense()), process_group=mesh))
-    module.head = nn.Linear(3, 3)
-    names = [name for name, _ in module.named_parameters() if name.startswith("body.")]
-    module._ddp_params_and_buffers_to_ignore = names
-    square(DistributedDataParallel(module), mesh.rank).backward()
-    assert_mean_gradients(mesh, module.body.module, square)
-    module.body.close()
 
 
 @world(2, by="process")

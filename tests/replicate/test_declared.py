@@ -201,18 +201,6 @@ def test_two_backwards_after_one_that_was_caught_inside_the_loop(mesh: Mesh) -> 
     model.close()
 
 
-def test_gradients_of_zeros_that_are_left_count_as_none() -> None:
-    model = DataParallel(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1)))
-    found = []
-    for _ in range(2):
-        for micro_batch in model.micro_batches(2):
-            model(torch.tensor([micro_batch.index])).sum().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad(set_to_none=False)
-    assert all(map(torch.equal, *found))
-    model.close()
-
-
 # Ranks that leave, and iterators that are kept.
 
 
@@ -431,16 +419,6 @@ def test_a_load_in_the_loop_is_refused(stage: int, tmp_path: Path) -> None:
     load(tmp_path, model=model)
     step(model)
     model.close()
-
-
-def test_the_contract_of_the_last_step_can_be_asked_for() -> None:
-    model = alone()
-    assert model.step_mode is None
-    model(torch.ones(1, 6)).sum().backward()
-    assert model.step_mode == "undeclared"
-    model.zero_grad()
-    step(model)
-    assert model.step_mode == "declared"
 
 
 class OfManyKinds(nn.Module):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from instep.mesh import mesh as current
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled
@@ -125,17 +124,6 @@ def test_a_bare_process_group_stays_the_user_s(mesh: Mesh) -> None:
     assert len(dist.distributed_c10d._world.pg_map) == before
     dist.all_reduce(torch.ones(1), group=group)
     dist.destroy_process_group(group)
-
-
-@world(2)
-def test_the_registered_mesh_is_the_default(mesh: Mesh) -> None:
-    current.get.register_mesh(mesh)
-    model = DataParallel(filled(Dense()))
-    assert model.group.size == 2
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    model.close()
-    current.get.register_mesh(None)
 
 
 @world(4, dp=2, tp=2)

@@ -125,27 +125,6 @@ def test_a_rank_that_never_synchronises_is_found_by_the_deadline(mesh: Mesh, ran
     model.close()
 
 
-@world(2, backend="shm")
-@pytest.mark.parametrize("declared", [False, True])
-def test_who_leaves_after_an_error_is_named_with_the_step_and_where_the_cause_stands(
-    mesh: Mesh, declared: bool
-) -> None:
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = declared_step if declared else undeclared_step
-    run(model, mesh.rank)
-    optimizer.step()
-    optimizer.zero_grad()
-    if mesh.rank == 0:
-        with pytest.raises(PeerLost, match=r"If it raised, the cause stands in its own traceback") as lost:
-            run(model, mesh.rank)
-        place = "after 1 optimizer step" + ", in micro_batches(step=1)" * declared
-        assert str(lost.value).startswith(
-            f"{place}: rank 0 waited in the exchange of bucket 0 for rank 1, which"
-        )
-    model.close()
-
-
 @world(2, timeout_s=2)
 @pytest.mark.parametrize("left", [False, True])
 def test_what_a_terminal_shows_last_says_who_was_lost_and_what_to_do(
@@ -176,9 +155,6 @@ def test_a_rank_that_does_not_come_to_be_wrapped_is_found_too(mesh: Mesh) -> Non
             PeerLost, match=r"wrapping a model .* one of them never came: do it on every rank"
         ):
             DataParallel(filled(Dense()), process_group=mesh)
-
-
-TINY_MB = 1e-4
 
 
 def test_plain_loops_and_steps_that_are_given_up_go_on():
@@ -269,3 +245,43 @@ def assert_all_name(lost: int, path: Path) -> None:
         assert report["ranks"] == [lost], report
         assert f"rank {lost}" in report["text"], report
         assert report["at"] - died < 15  # half the deadline
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_lines_of_all_ranks_stand_in_the_error_of_one(backend: str) -> None:
+    """Each rank was told in which step the others were, but not from which line of the program it came."""
+    world(3, backend=backend)(skips_an_optimizer_step)()
+
+
+def skips_an_optimizer_step(mesh: Mesh) -> None:
+    model = DataParallel(torch.nn.Linear(2, 1), process_group=mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    if mesh.rank != 1:
+        optimizer.step()
+    optimizer.zero_grad()
+    backward = lonely if mesh.rank == 1 else together
+    with pytest.raises(Desync) as told:
+        backward(model)
+    model.close()
+    sentence, *table = str(told.value).splitlines()
+    assert "rank 1 is at optimizer step 0; ranks 0, 2: 1" in sentence
+    if mesh.rank:
+        assert not table and sentence.endswith(". Rank 0 shows where each rank stands")
+        return
+    head, *rows, last = table
+    assert last.startswith("rank 1 is out of step. Each rank must call optimizer.step()")
+    assert head.split() == ["rank", "where", "number", "shape", "site", "seconds", "state"]
+    sites = {int(row.split()[0]): row for row in rows}
+    assert sorted(sites) == [0, 1, 2]
+    assert sites[1].endswith(" lonely") or " lonely " in sites[1]
+    assert all(" together " in sites[rank] for rank in (0, 2))
+    assert all("in the exchange of bucket 0" in row or "after the exchange" in row for row in rows)
+
+
+def lonely(model):
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def together(model):
+    model(torch.ones(1, 2)).sum().backward()

@@ -142,16 +142,6 @@ def test_a_channels_last_parameter_is_updated_with_its_own_gradient(fused: bool)
     assert torch.equal(module.weight, plain.weight)
 
 
-@world(2)
-def test_its_gradient_has_its_layout_on_two_ranks_too(mesh: Mesh) -> None:
-    model = DataParallel(conv(), process_group=mesh)
-    for turn in range(2):
-        images(model, turn, mesh.rank).backward()
-        assert model.module.weight.grad.stride() == model.module.weight.stride()
-        assert equal_everywhere(mesh, [model.module.weight.grad])
-    model.close()
-
-
 # Views that torch does not see as bytes: as a parameter they raised its own words.
 
 NUMBERS = torch.arange(8.0)

@@ -17,7 +17,7 @@ from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.parity import filled, world_of_one
 from tests.replicate.nets import WIDTH, Dense, Tied
-from tests.replicate.replicas import assert_mean_gradients, samples, square
+from tests.replicate.replicas import samples, square
 from tests.world import world
 
 
@@ -118,32 +118,6 @@ def test_copies_and_pickles_are_refused_without_waiting_for_a_rank(call) -> None
     model = wrapped(filled(Dense()))
     with pytest.raises(TypeError, match=r"neither copied nor pickled: copy or pickle model\.module"):
         call(model)
-
-
-@world(2)
-def test_a_copy_of_the_module_is_a_plain_module(mesh: Mesh) -> None:
-    """An average of the weights, for instance. It can be pickled too."""
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    square(model, mesh.rank).backward()
-    twin = copy.deepcopy(model.module)
-    twin.zero_grad()
-    if mesh.rank == 0:  # alone, or it would wait for the others
-        square(twin, 0).backward()
-        torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    assert pickle.dumps(model.module)
-    assert_mean_gradients(mesh, model.module, square)
-    model.close()
-
-
-@world(2)
-def test_a_model_trains_on_after_loading(mesh: Mesh) -> None:
-    model = DataParallel(Dense(), process_group=mesh)
-    model.load_state_dict(filled(Dense()).state_dict())
-    square(model, mesh.rank).backward()
-    assert_mean_gradients(mesh, model.module, square)
-    with pytest.raises(RuntimeError, match=r"Missing key.*layers.0.weight"):
-        model.load_state_dict({})
-    model.close()
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -76,23 +76,6 @@ def test_a_rank_that_leaves_early_or_never_comes_is_named(mesh: Mesh, noticed: t
     server.close()
 
 
-@world(2)
-def test_an_update_that_fails_on_the_server_is_an_error_on_all_ranks(mesh: Mesh) -> None:
-    module = filled(Dense())
-    optimizer = momentum(module.parameters())
-    server = ParameterServer(module, optimizer, mesh)
-    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    square(server, mesh.rank).backward()
-    with pytest.raises(ZeroDivisionError if server.is_server else Desync, match="division by zero"):
-        server.step()
-    handle.remove()
-    assert_same_bits([*module.named_parameters()], [*filled(Dense()).named_parameters()])
-    square(server, mesh.rank).backward()
-    server.step()
-    assert equal_everywhere(mesh, module.parameters())
-    server.close()
-
-
 def second_gradient(server: ParameterServer, path: Path) -> None:
     for _ in range(2):
         square(server, 0).backward()

@@ -199,25 +199,6 @@ def test_models_with_nothing_to_train_are_refused_as_by_torch(mesh: Mesh) -> Non
             DataParallel(module, process_group=mesh)
 
 
-def repeated(reentrant: bool, module: nn.Module, rank: int) -> Tensor:
-    x = samples(rank).requires_grad_()
-    for _ in range(2):
-        x = checkpoint(module, x, use_reentrant=reentrant)
-    return x.square().mean()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@world(2)
-def test_a_wrapped_model_inside_checkpointing(mesh: Mesh, reentrant: bool) -> None:
-    model = wrapped(mesh, nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
-    for _ in range(2):
-        model.zero_grad()
-        repeated(reentrant, model, mesh.rank).backward()
-        expected = mean_gradients(model.module, lambda m, r: square(lambda x: m(m(x)), r))
-        torch.testing.assert_close(gradients(model.module), expected)
-    model.close()
-
-
 @world(2)
 def test_checkpointed_blocks_by_either_method(mesh: Mesh) -> None:
     """Reentrant, one block three times: DDP counts one gradient per parameter, and raises."""

@@ -21,11 +21,13 @@ from instep.mesh.mesh import Mesh, build
 from instep.net.store import backend_timeout
 from instep.reduce.tree import rank_major, roots
 from instep.replicate.gradient_hashes import GradientHashes, observe_reduction
+from instep.replicate.strategies import STRATEGIES
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
 from instep.shard.round_plan import deal, plan_rounds
 from instep.shard.shard_groups import shard_group_of
+from instep.state.hash import tensor_digest
 from tests.kinds import Program, assert_same_state, replicated_alone
 from tests.parity import filled, numbers, world_of_one
 from tests.shard.trained import Wide, assert_same, wide_step
@@ -167,6 +169,31 @@ def alone(num_leaves: int) -> tuple[dict[str, Any], GradientHashes]:
         if num_leaves not in _alone:
             _alone[num_leaves] = trained(world_of_one(), "0", num_leaves, 0)
         return _alone[num_leaves]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@world(2)
+def test_hashes_are_those_of_the_gradients_of_autograd(mesh: Mesh, strategy: str) -> None:
+    model = DataParallel(net(), mesh, strategy=strategy, bucket_cap_mb=1e-4)
+
+    def digests(module: nn.Module) -> dict[str, str]:
+        return {name: tensor_digest(p.grad).hex()[:16] for name, p in module.named_parameters()}
+
+    def backward(module: nn.Module, index: int) -> None:
+        module(numbers(3, 4, key=str(index))).square().mean().backward()
+
+    expected = {}
+    for index in range(5):
+        backward(plain := net(), index)
+        expected[index] = digests(plain)
+    for _ in range(2):  # before and after the first step has shown what is whole when
+        model.zero_grad()
+        with observe_reduction(model._reducer) as seen:
+            for micro_batch in model.micro_batches(5):
+                backward(model, micro_batch.index)
+        assert {int(leaf): x for its in by_rank(mesh, seen) for leaf, x in its.items()} == expected
+        assert seen.reduced == digests(model)
+    model.close()
 
 
 def by_rank(mesh: Mesh, seen: GradientHashes) -> list[dict[str, Any]]:

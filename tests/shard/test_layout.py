@@ -101,16 +101,6 @@ def test_small_parameters_fill_the_room_that_a_large_one_leaves() -> None:
     assert layout.num_elements == 7 * BLOCK
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_large_model_is_divided_evenly(ranks: int) -> None:
-    lengths = [50_257 * 768, *[768 * 768, 768] * 40]
-    layout = cut(lengths, ranks, 16)
-    assert layout.num_elements < 1.001 * sum(lengths)
-    for rank in range(ranks):
-        own = sum(piece.last - piece.first for piece in layout.pieces(rank))
-        assert abs(own - sum(lengths) / ranks) < 0.005 * sum(lengths)
-
-
 def test_the_largest_parameter_is_placed_first_and_loads_are_even() -> None:
     layout = whole([5, 5, 4, 4, 3, 3, 3], 3, 16)
     loads = [sum(piece.last for piece in layout.pieces(rank)) for rank in range(3)]

@@ -274,19 +274,6 @@ def fail(*_: Any) -> None:
 
 
 @world(2)
-def test_a_forward_that_raises_on_one_rank_is_told_to_the_other(mesh: Mesh) -> None:
-    model = instep.fully_shard(filled(Stack()), mesh)
-
-    handle = model.layers[1].register_forward_hook(fail) if mesh.rank else None
-    with pytest.raises(ArithmeticError if mesh.rank else Desync, match=r"planted|rank 1 left"):
-        loss_of(model).backward()
-    if handle is not None:
-        handle.remove()
-    loss_of(model).backward()
-    model.close()
-
-
-@world(2)
 @STAGES
 def test_a_step_on_top_of_gradients_is_refused_by_all_ranks(mesh: Mesh, stage: int) -> None:
     """The second rank has no part of the weight, and went on alone until the deadline."""
@@ -360,12 +347,6 @@ LOOP = {"lr": 0.05, "momentum": 0.9, "foreach": False, "fused": False}
 def backwards(model: nn.Module, num_leaves: int = 5) -> None:
     for micro_batch in model.micro_batches(num_leaves, step=0):  # type: ignore[operator]
         wide_step(model, micro_batch, 0)
-
-
-def declared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    backwards(model)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def plain(mesh: Mesh, model: nn.Module) -> None:
@@ -587,14 +568,6 @@ def test_floating_inputs_of_the_module_and_its_units_are_cast(
     model.close()
 
 
-@world(2)
-def test_without_a_compute_dtype_inputs_stay_what_they_are(mesh: Mesh) -> None:
-    model: Any = fully_shard(filled(Widens()).double(), mesh)
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(numbers(4, 8, key="x"))
-    model.close()
-
-
 @contextmanager
 def sharded(mesh: Mesh, module: nn.Module) -> Iterator[Any]:
     model = fully_shard(module, mesh)
@@ -689,12 +662,3 @@ def test_a_submodule_that_cannot_fill_itself_is_named(mesh: Mesh) -> None:
     message = r"'layers\.0', a Unfillable, has parameters on the meta device"
     with sharded(mesh, module) as model, pytest.raises(ValueError, match=message):
         model.materialise()
-
-
-@world(1)
-def test_a_buffer_that_nothing_fills_is_named(mesh: Mesh) -> None:
-    module = on_meta(Stack)
-    module.register_buffer("table", torch.empty(3, device="meta"))
-    message = "buffer 'table' is on the meta device"
-    with sharded(mesh, module) as model, pytest.raises(ValueError, match=message):
-        model.materialise(fill)

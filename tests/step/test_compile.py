@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,17 +97,6 @@ def test_bits_are_those_of_the_program_that_is_not_compiled(mesh: Mesh, kind: st
         )  # no code of blocks without hooks may be used for those with hooks
         for place in PLACES:
             assert all_bits(trained(mesh, KINDS[kind], **{place: compiled})) == expected, (way, place)
-
-
-@pytest.mark.parametrize("kind", ["replicated", "stage 3"])
-@pytest.mark.parametrize("options", [{"dynamic": True}, {"fullgraph": True}], ids=str)
-def test_blocks_that_are_put_in_before_wrapping_take_any_option(
-    kind: str, options: Mapping[str, Any]
-) -> None:
-    torch._dynamo.reset()
-    compiled = partial(blocks_by_function, backend="eager", **options)
-    mesh = world_of_one()
-    assert all_bits(trained(mesh, KINDS[kind], compiled)) == all_bits(trained(mesh, KINDS[kind]))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -28,7 +28,7 @@ from tests.kinds import (
     once_each,
     state_of,
 )
-from tests.parity import filled, numbers, world_of_one
+from tests.parity import filled, world_of_one
 from tests.reduce.rounded_nodes import FORMATS, by_hand
 from tests.replicate.nets import Images
 from tests.world import world
@@ -166,26 +166,6 @@ def test_values_that_are_rounded_only_where_they_travel_are_others(mesh: Mesh) -
     close(model)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_state(found, alone(nodes))
-
-
-@world(2)
-def test_plain_steps_round_the_nodes_of_all_ranks_gradients(mesh: Mesh) -> None:
-    model, _ = program("replicated", NodeFormat("bfloat16")).make(filled(mixed()), mesh)
-    model(numbers(4, WIDTH, key=f"on rank {mesh.rank}")).square().mean().backward()
-    gradient = model.module[1].weight.grad
-    assert torch.equal(gradient, gradient.bfloat16().float())  # half of a number of bfloat16 is one
-    close(model)
-
-
-@FORMAT
-@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_seen_after_the_exchange(nodes: NodeFormat, odd: float) -> None:
-    model, _ = program("replicated", nodes).make(filled(mixed()), world_of_one())
-    for micro_batch in model.micro_batches(4):
-        loss = model(numbers(4, WIDTH, key="x")).square().mean()
-        (loss * (odd if micro_batch.index == 2 else 1.0)).backward()
-    assert not instep.clip_grad_norm_(model.parameters(), 1.0).isfinite()
-    close(model)
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -156,18 +155,4 @@ def test_weights_make_the_mean_over_items_exact(mesh: Mesh) -> None:
         model(part).square().sum().backward()
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12)
-    model.close()
-
-
-@world(2)
-def test_a_float64_copy_agrees_with_the_mean_of_all_micro_batches(mesh: Mesh) -> None:
-    """The gradient itself, computed another way: autograd of the mean of the losses, in float64."""
-    alone = filled(Dense()).double()
-    model = DataParallel(copy.deepcopy(alone), process_group=mesh)
-    losses = [alone(data(MicroBatch(i, 6), 0, torch.float64)).square().mean() for i in range(6)]
-    torch.stack(losses).mean().backward()
-    for micro_batch in model.micro_batches(6):
-        model(data(micro_batch, 0, torch.float64)).square().mean().backward()
-    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-14)
     model.close()

@@ -221,14 +221,6 @@ def test_shards_are_one_copy_and_the_rank_of_the_wrong_one_is_named(mesh: Mesh) 
     assert 0 < report.rows[0].error < 1  # a part of it is right
 
 
-@world(4)
-def test_of_two_copies_in_shards_the_rank_with_the_wrong_shard_is_named(mesh: Mesh) -> None:
-    copy, place = divmod(mesh.rank, 2)
-    ours = [gradient(0), -gradient(1) if mesh.rank == 2 else gradient(1)]
-    report = compared(mesh, copy, [shard(i, place, x) for i, x in enumerate(ours)])
-    assert [row[:2] for row in wrong(report)] == [("second", 2)]
-
-
 @world(2)
 def test_a_parameter_may_be_on_one_rank_only(mesh: Mesh) -> None:
     assert compared(mesh, 0, [whole(mesh.rank, gradient(mesh.rank))]).ok
