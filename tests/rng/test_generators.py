@@ -211,20 +211,6 @@ def test_looking_for_generators_ends_in_what_knows_itself_and_in_what_is_large()
     assert generators_of(module) == []
 
 
-def test_a_generator_that_is_assigned_after_wrapping_is_keyed() -> None:
-    found = []
-    for leaves in ([0, 1], [1]):
-        keeps = Keeps()
-        keys = LeafKeys(keeps, 7, [])
-        keeps.torch, keeps.later = seeded(), [seeded()]
-        with keys.step():
-            for leaf in leaves:
-                with keys.leaf(0, leaf):
-                    draws = [torch.rand(1, generator=g).item() for g in (keeps.torch, *keeps.later)]
-        found.append(draws)
-    assert found[0] == found[1]
-
-
 def test_a_generator_that_forward_creates_is_named_once_and_keyed_from_then_on() -> None:
     keeps = Keeps()
     keys = LeafKeys(keeps, 7, [])

@@ -80,13 +80,6 @@ def test_a_block_draws_the_same_whatever_the_blocks_before_it_drew(count):
     assert drawn(one, [0])[0][1] == drawn(many, [0])[0][1]
 
 
-def test_a_block_that_runs_twice_draws_the_same_twice():
-    block = Draws()
-    model = Chain(block, block)
-    first, second = drawn(model, [0])[0]
-    assert first == second
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_user_s_own_numbers_go_on_as_if_nothing_had_been(fails):
     model = Chain(Draws(5))

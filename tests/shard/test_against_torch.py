@@ -81,7 +81,7 @@ def test_the_losses_are_those_of_fsdp2(mesh: Mesh, kind: str, stage: int, dtype:
     fully_shard(ours, mesh, stage=stage, compute_dtype=compute)
     found = losses(kind, ours, torch.optim.AdamW(ours.parameters(), **ADAM), mesh.rank)
     assert expected[-1] < expected[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5 if compute is None else 2e-2, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
 
 
 @world(2, by="process")
