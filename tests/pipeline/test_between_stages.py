@@ -189,23 +189,6 @@ def test_micro_batches_of_all_sizes_and_shapes_have_the_gradients_of_one_process
     compared()
 
 
-@world(2, pp=2, dp=1, backend="gloo")
-def test_the_order_in_memory_may_change(mesh: Mesh) -> None:
-    """That of a dimension of one element is anything."""
-    channel, route = StageChannel(mesh.along["pp"].group), Action(0, "SEND_F", 0)
-    plain, turned = X[0].clone(), X[0].T.clone().T
-    for number, sent in enumerate(([plain, plain], [plain, turned, plain], [turned], [plain, turned])):
-        with channel.begun(number):
-            for k, x in enumerate(sent):
-                if mesh.rank == 0:
-                    channel.send(route._replace(micro_batch=k), 1, 0, [x])
-                else:
-                    channel.post(Action(1, "RECV_F", k), 0)
-                    (came,) = channel.take(Action(1, "RECV_F", k), 0).tensors
-                    assert came is not None and came.stride() == x.stride() and torch.equal(came, x)
-            channel.flush()
-
-
 @world(2, pp=2, dp=1, backend="shm")
 def test_an_evaluation_in_inference_mode_may_come_before_the_first_step(mesh: Mesh) -> None:
     """The memory of messages was made in that mode, and no step could write to it."""

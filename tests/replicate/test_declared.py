@@ -173,18 +173,6 @@ def test_a_weight_is_a_count(weight: object) -> None:
 
 
 @world(2)
-def test_zero_grad_at_the_start_of_the_body_does_no_harm(mesh: Mesh) -> None:
-    model = wrapped(mesh)
-    for _ in range(2):
-        for micro_batch in model.micro_batches(2):
-            model.zero_grad()
-            square(model, micro_batch.index).backward()
-        assert_mean_gradients(mesh, model.module, square)
-        model.zero_grad()
-    model.close()
-
-
-@world(2)
 def test_two_backwards_after_one_that_was_caught_inside_the_loop(mesh: Mesh) -> None:
     """A micro-batch that did not fit into memory, done again in two halves."""
     model = wrapped(mesh, strategy="flat")

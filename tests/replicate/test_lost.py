@@ -10,6 +10,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,77 +29,75 @@ from tests.replicate.replicas import assert_backwards, failing_at, gradients, me
 from tests.world import world
 
 
-def die(gradient: torch.Tensor) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def run(model: DataParallel, rank: int, declared: bool) -> None:
+    if declared:
+        for micro_batch in model.micro_batches(4 * model.group.size // 2):
+            mean_square(model, micro_batch, 0)
+    else:
+        square(model, rank).backward()
 
 
-def lose_rank_one_in_an_exchange(path: str, strategy: str, declared: bool, in_slices: bool) -> None:
-    """Rank 1 dies in its second backward, when rank 0 is in an exchange already, or several."""
-    mesh = init(timeout_s=30)
-    model = DataParallel(
-        filled(Dense()), process_group=mesh["dp"], strategy=strategy, bucket_cap_mb=1e-5, timeout_s=30
-    )
+def lose(
+    path: str, lost: int, declared: bool, backend: str | None = None, in_slices: bool = False, **options: Any
+) -> None:
+    """Rank ``lost`` dies in its second backward, when the others are in an exchange already, or several."""
+    mesh = init(backend=backend, timeout_s=30)
+    model = DataParallel(filled(Dense()), process_group=mesh["dp"], bucket_cap_mb=1e-5, **options)
+    transport: Any = model._reducer.exchange.transport
+    assert isinstance(transport, HierarchicalTransport) == (mesh.world_size == 4)
     if in_slices:
-        model._reducer.exchange.transport.at_once_bytes = 0
-    run = declared_step if declared else undeclared_step
-    run(model, mesh.rank)
+        transport.at_once_bytes = 0
+    run(model, mesh.rank, declared)
     model.zero_grad()
-    if mesh.rank == 1:
-        died = Path(path) / "died"
 
-        def note_and_die(gradient: torch.Tensor) -> None:
-            died.write_text(str(time.monotonic()))
-            die(gradient)
+    def note_and_die(gradient: torch.Tensor) -> None:
+        Path(path, "died").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
+    if mesh.rank == lost:
         model.module.layers[0].weight.register_hook(note_and_die)
     try:
-        run(model, mesh.rank)
+        run(model, mesh.rank, declared)
     except PeerLost as error:
-        noticed = time.monotonic()
-        report = {"text": str(error), "ranks": error.ranks, "operation": error.operation, "at": noticed}
+        report = {"text": str(error), "ranks": error.ranks, "operation": error.operation}
+        report["at"] = time.monotonic()
         report["grads"] = sum(p.grad is not None for p in model.parameters())
-        report["again"] = again(model)
+        with pytest.raises(PeerLost, match=r"This group is lost.*wrap model\.module again"):
+            model.sync_gradients()
         model.close()
         model = DataParallel(model.module, process_group=world_of_one())
         square(model, 0).backward()
         torch.testing.assert_close(gradients(model.module), mean_gradients(model.module, square, size=1))
-        (Path(path) / "report").write_text(json.dumps(report))
+        Path(path, f"report {mesh.rank}").write_text(json.dumps(report))
+        until = time.monotonic() + 30  # to end would tell the others, too, and rank 0 has the store
+        while len(list(Path(path).glob("report *"))) < mesh.world_size - 1 and time.monotonic() < until:
+            threading.Event().wait(0.01)
 
 
-def undeclared_step(model: DataParallel, rank: int) -> None:
-    square(model, rank).backward()
+def lose_on_two_hosts(path: str, lost: int, declared: bool) -> None:
+    with hosts(*evenly(2, 2)):
+        lose(path, lost, declared, "gloo")
 
 
-def declared_step(model: DataParallel, rank: int) -> None:
-    for micro_batch in model.micro_batches(4):
-        mean_square(model, micro_batch, 0)
-
-
-def again(model: DataParallel) -> str:
-    """What a program is told that goes on with the lost group."""
-    try:
-        model.sync_gradients()
-    except PeerLost as error:
-        return str(error)
-    return "nothing"
+def assert_all_name(lost: int, path: Path, size: int = 4) -> None:
+    died = float((path / "died").read_text())
+    for rank in {*range(size)} - {lost}:
+        report = json.loads((path / f"report {rank}").read_text())
+        assert report["ranks"] == [lost] and report["grads"] == 0, report
+        assert f"rank {lost}" in report["text"], report
+        assert report["at"] - died < 15  # half the deadline
 
 
 @pytest.mark.parametrize(
-    ("strategy", "in_slices", "declared"), [("naive", False, False), ("bucketed", True, True)]
+    ("declared", "options"), [(False, {"strategy": "naive"}), (True, {"in_slices": True})], ids=str
 )
-def test_a_rank_that_dies_in_an_exchange(
-    tmp_path: Path, strategy: str, in_slices: bool, declared: bool
-) -> None:
-    told = str(tmp_path), strategy, declared, in_slices
+def test_a_rank_that_dies_in_an_exchange(tmp_path: Path, declared: bool, options: dict[str, Any]) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        launch(lose_rank_one_in_an_exchange, told, ranks=2, grace_s=30)
-    report = json.loads((tmp_path / "report").read_text())
-    assert report["at"] - float((tmp_path / "died").read_text()) < 15  # half the deadline
-    assert report["ranks"] == [1]
+        launch(partial(lose, **options), (str(tmp_path), 1, declared), ranks=2, grace_s=30)
+    assert_all_name(1, tmp_path, 2)
+    report = json.loads((tmp_path / "report 0").read_text())
     assert report["operation"].startswith("the exchange of bucket")
     assert "rank 1 (pid" in report["text"] and "died: rank 0 waited" in report["text"]
-    assert report["grads"] == 0
-    assert "This group is lost" in report["again"] and "wrap model.module again" in report["again"]
 
 
 @pytest.fixture
@@ -180,41 +179,6 @@ def goes_on_after_a_step_that_was_given_up(mesh: Mesh) -> None:
     model.close()
 
 
-def lose_one_of_four(path: str, lost: int, declared: bool) -> None:
-    with hosts(*evenly(2, 2)):
-        lose_one(path, lost, declared)
-
-
-def lose_one(path: str, lost: int, declared: bool = True) -> None:
-    """Rank ``lost`` dies in its second backward, when the others are in an exchange already."""
-    mesh = init(backend="gloo", timeout_s=30)
-    model = DataParallel(filled(Dense()), process_group=mesh, bucket_cap_mb=1e-5)
-    assert isinstance(model._reducer.exchange.transport, HierarchicalTransport)
-    run = eight_leaves if declared else undeclared_step
-    run(model, mesh.rank)
-    model.zero_grad()
-    if mesh.rank == lost:
-
-        def note_and_die(gradient: torch.Tensor) -> None:
-            Path(path, "died").write_text(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        model.module.layers[0].weight.register_hook(note_and_die)
-    try:
-        run(model, mesh.rank)
-    except PeerLost as error:
-        report = {"text": str(error), "ranks": error.ranks, "at": time.monotonic()}
-        Path(path, f"report {mesh.rank}").write_text(json.dumps(report))
-        until = time.monotonic() + 30  # to end would tell the others, too, and rank 0 has the store
-        while len(list(Path(path).glob("report *"))) < 3 and time.monotonic() < until:
-            threading.Event().wait(0.01)
-
-
-def eight_leaves(model: DataParallel, rank: int) -> None:
-    for micro_batch in model.micro_batches(8):
-        mean_square(model, micro_batch, 0)
-
-
 @pytest.mark.parametrize(
     ("lost", "declared"),
     [
@@ -225,7 +189,7 @@ def eight_leaves(model: DataParallel, rank: int) -> None:
 )
 def test_a_rank_that_dies_is_named_on_every_host(tmp_path: Path, lost: int, declared: bool) -> None:
     with pytest.raises(RankFailed, match=rf"rank {lost} of 4 .* was killed by SIGKILL"):
-        launch(lose_one_of_four, (str(tmp_path), lost, declared), ranks=4, grace_s=30)
+        launch(lose_on_two_hosts, (str(tmp_path), lost, declared), ranks=4, grace_s=30)
     assert_all_name(lost, tmp_path)
 
 
@@ -234,17 +198,8 @@ def test_a_rank_that_dies_is_named_on_every_host(tmp_path: Path, lost: int, decl
 def test_a_rank_that_dies_is_named_on_the_other_side_of_a_link(tmp_path: Path, lost: int) -> None:
     """Also if it held the store, in which the ranks of its host would tell those of the other one."""
     with two_hosts() as lab, pytest.raises(RankFailed, match=rf"rank {lost} of 4 .* was killed by SIGKILL"):
-        on_each(lab, partial(lose_one, str(tmp_path), lost), per_host=2)
+        on_each(lab, partial(lose, str(tmp_path), lost, True, "gloo"), per_host=2)
     assert_all_name(lost, tmp_path)
-
-
-def assert_all_name(lost: int, path: Path) -> None:
-    died = float((path / "died").read_text())
-    for rank in {*range(4)} - {lost}:
-        report = json.loads((path / f"report {rank}").read_text())
-        assert report["ranks"] == [lost], report
-        assert f"rank {lost}" in report["text"], report
-        assert report["at"] - died < 15  # half the deadline
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

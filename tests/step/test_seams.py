@@ -149,19 +149,6 @@ def test_two_ranks_share_every_micro_batch(mesh: Mesh) -> None:
     expect_the_mean_of_all_parts(mesh)
 
 
-@world(2, tp=2)
-def test_ranks_that_share_a_micro_batch_give_it_one_weight(mesh: Mesh) -> None:
-    model = Toy(Weights(), mesh, GradientGroups(data_ranks=(0, 0)))
-
-    def weigh(micro_batch: MicroBatch) -> int:
-        micro_batch.weight = 1 + mesh.rank
-        return micro_batch.index
-
-    with pytest.raises(ValueError, match=r"other weights: \[8, 16\] by rank"):
-        model.step(weigh)
-    model.close()
-
-
 @world(4, dp=2, tp=2)
 def test_who_leaves_tells_the_ranks_of_every_group_at_once(mesh: Mesh) -> None:
     model = Toy(Weights(), mesh, GradientGroups({1: over_dp(mesh)}, alike=COLUMNS))
