@@ -1,4 +1,4 @@
-"""Files that are valid JSON, but not what a run writes, and pipes in their place: refused by name, or read."""
+"""Files that are valid JSON, but not what a run writes, and pipes in their place: refused by name or read."""
 
 from __future__ import annotations
 
