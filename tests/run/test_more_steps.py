@@ -33,6 +33,6 @@ def test_more_steps_are_made_also_if_the_first_of_them_failed(tmp_path: Path, nu
     for _ in range(num_failures):
         with pytest.raises(KeyError):
             run_on(tmp_path, 6, fails_at=4, resume=True)
+    assert (tmp_path / RECORD).read_text().count('"contract accepted"') == num_failures
     assert run_on(tmp_path, 6, resume=True) == [4, 5]
     assert (saved.stat().st_ino, saved.stat().st_mtime_ns) == before
-    assert (tmp_path / RECORD).read_text().count('"contract accepted"') == max(num_failures, 1)
