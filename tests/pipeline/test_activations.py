@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +87,32 @@ def test_each_rank_keeps_what_the_schedule_says(mesh: Mesh, schedule: str, chunk
     assert peak_of(mesh, schedule, chunks) == expected
     if schedule in ("gpipe", "1f1b"):
         assert expected == (G if schedule == "gpipe" else 3 - rank)
+
+
+def most_outputs(mesh: Mesh) -> int:
+    """How many outputs of the first of two linear layers, which do not save them, are there at a time."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    alive, peak = weakref.WeakSet[Any](), 0
+
+    def made(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        nonlocal peak
+        alive.add(output)
+        peak = max(peak, len(alive))
+
+    net[0].register_forward_hook(made)
+    model = instep.Pipeline(net, mesh, "gpipe", G)
+    for _ in range(2):
+        model.step(lambda output, _: output.sum(), lambda micro_batch: torch.ones(ROWS, WIDTH))
+        model.zero_grad()
+    model.close()
+    return peak
+
+
+@world(2, pp=2, dp=1)
+def test_what_was_sent_is_not_kept_for_its_backward(mesh: Mesh) -> None:
+    assert most_outputs(mesh) == (1 if mesh.along["pp"].rank == 0 else 0)
+
+
+@world(2, pp=2, dp=1, backend="shm")
+def test_what_lies_in_shared_memory_is_not_kept_a_second_time(mesh: Mesh) -> None:
+    assert most_outputs(mesh) == (1 if mesh.along["pp"].rank == 0 else 0)

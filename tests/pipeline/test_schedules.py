@@ -287,3 +287,18 @@ def test_another_order_does_not_give_them():
     row = FEW[0]
     assert abs(simulated(row, "gpipe") - row.rates["1f1b"]) > 100 * WITHIN["1f1b"]
     assert abs(simulated(row, "zb-h1") - row.rates["zb-h2"]) > 5 * WITHIN["zb-h2"]
+
+
+def test_messages_that_take_the_senders_time_do_not_give_them():
+    """Another control: all stages but the ends compute a message longer, and nothing is under way."""
+    for row in FEW:
+        p, (forward_s, input_gradient_s, weight_gradient_s) = row.ranks, work_of(row)
+        message_s = row.message_ms / 1e3
+        longer = StageTimes(
+            [forward_s + message_s] * (p - 1) + [forward_s],
+            [input_gradient_s] + [input_gradient_s + message_s] * (p - 1),
+            weight_gradient_s,
+        )
+        took_s = makespan_s(simulate(generate("1f1b", p, row.micro_batches), longer))
+        rate = 1 - row.micro_batches * sum(work_of(row)) / took_s
+        assert rate - row.rates["1f1b"] > 5 * WITHIN["1f1b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -148,3 +149,13 @@ def test_a_bucket_moves_rather_than_write_over_a_gradient_that_somebody_kept(kee
     address = bucket.home.data_ptr()
     bucket.begin(1, so_many(0), (range(1),))
     assert bucket.home.data_ptr() == address  # once is enough
+
+
+def test_a_bucket_that_moved_has_new_memory_and_lets_go_of_the_old():
+    bucket = one_bucket(parameters_of(3))
+    kept = bucket.view(bucket.slots[0], bucket.home)
+    old = weakref.ref(bucket.views(bucket.home)[0])
+    bucket.begin(1, so_many(0), (range(1),))
+    assert bucket.views(bucket.home)[0].data_ptr() == bucket.home.data_ptr() != kept.data_ptr()
+    assert bool((bucket.home == 0).all()) and bool(torch.signbit(bucket.home).all())
+    assert old() is None

@@ -222,3 +222,17 @@ def test_a_leaf_is_not_accumulated_into_rounded_nodes():
     counter.reset(2)
     counter.push(0, counter.open().zero_())
     assert counter.sibling_of(1) is None
+
+
+def test_a_later_step_allocates_nothing_even_after_an_abandoned_one():
+    memory = Memory()
+    counter = TreeAccumulator(memory.home, memory.spare)
+    gradients = {leaf: torch.ones(NUM_ELEMENTS) for leaf in range(1, 7)}
+    push_all(counter, gradients, 8)
+    needed = memory.num_buffers
+    for given_up_after in (1, 2, 4):
+        push_all(counter, {leaf: gradients[leaf] for leaf in range(1, 1 + given_up_after)}, 8)
+        counter.open()  # a leaf whose backward raises is never pushed
+        push_all(counter, gradients, 8)
+        assert memory.num_buffers == needed
+    assert [value.tolist() for _, value in counter.roots] == [[n] * NUM_ELEMENTS for n in (1, 2, 2, 1)]

@@ -620,3 +620,15 @@ def test_what_has_no_values_or_nothing_to_fill_it_is_named(mesh: Mesh) -> None:
         with pytest.raises(ValueError, match=message):
             model.materialise()
         model.close()
+
+
+def test_a_rank_alone_computes_with_what_is_written_through_data() -> None:
+    """Weights in another dtype were not cast again."""
+    model = instep.fully_shard(nn.Linear(4, 4), world_of_one(), 2, compute_dtype=torch.bfloat16)
+    x = torch.ones(2, 4)
+    model(x)
+    with instep.gathered(model):
+        for p in model.parameters():
+            p.data.zero_()
+    assert not model(x).any()
+    model.close()

@@ -156,3 +156,14 @@ def test_weights_make_the_mean_over_items_exact(mesh: Mesh) -> None:
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12)
     model.close()
+
+
+def test_another_order_of_micro_batches_gives_other_statistics() -> None:
+    """A control: within rounding, any would do."""
+
+    def backwards(model: nn.Module, micro_batch: MicroBatch, number: int) -> None:
+        training.leaf_step(model, MicroBatch(training.num_leaves - 1 - micro_batch.index, 7), number)
+
+    training = PLAIN["batch norm, channels last"]
+    ours, theirs = (dict(train_by_hand(x)) for x in (training, replace(training, leaf_step=backwards)))
+    assert not torch.equal(ours["stem.1.running_mean"], theirs["stem.1.running_mean"])
