@@ -441,8 +441,8 @@ def test_layers_of_a_model_from_the_meta_device_get_the_bits_of_one_rank(mesh: M
     model.close()
 
 
-@world(2, pp=2, dp=1)
-def test_a_rank_fills_the_layers_that_it_has_and_no_others(mesh: Mesh) -> None:
+@world(4, pp=2, dp=2)
+def test_a_rank_fills_the_layers_that_it_has_and_the_first_of_those_with_the_same_decides(mesh: Mesh) -> None:
     with torch.device("meta"):
         net = unfilled(tied=False)
     model = instep.Pipeline(net, mesh, "1f1b", G)
@@ -450,12 +450,12 @@ def test_a_rank_fills_the_layers_that_it_has_and_no_others(mesh: Mesh) -> None:
 
     def init(name: str, values: Tensor) -> None:
         filled.append(name)
-        values.fill_(1.0)
+        values.fill_(1.0 + mesh.coordinates["dp"])
 
     model.materialise(init)
-    assert filled == [name for name, p in net.named_parameters() if model.home.holds(p)]
-    assert 0 < len(filled) < len(list(net.parameters()))
-    assert all(bool((x == 1).all()) for x in instep.full_state_dict(model).values())
+    here = {name: p for name, p in net.named_parameters() if model.home.holds(p)}
+    assert filled == list(here) and 0 < len(filled) < len(list(net.parameters()))
+    assert all(bool((x == 1).all()) for x in (*here.values(), *instep.full_state_dict(model).values()))
     model.close()
 
 
