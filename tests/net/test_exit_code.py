@@ -58,4 +58,4 @@ def test_the_exit_code_is_that_of_the_program(tmp_path: Path, program: str, said
         [sys.executable, "-c", program, tmp_path / "store"], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout) == (3, said), ended.stderr
-    assert "terminate called" not in ended.stderr
+    assert program != THREADS or ended.stderr == ""
