@@ -287,6 +287,17 @@ def test_a_norm_that_changes_its_buffers_in_its_own_way_is_refused_by_name() -> 
             declare(wrapped(kind(WIDTH)))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_norm_is_refused_by_name() -> None:
+    model = wrapped(nn.BatchNorm1d(WIDTH))
+    declare(model)  # hooks are there by now
+    model.zero_grad()
+    model.module.norm.compile(backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"forward changed buffer 'norm\.\w+' .* not compiled"):
+        declare(model)
+    torch.compiler.reset()
+
+
 def test_a_wrapper_with_norms_is_collected() -> None:
     model = wrapped(nn.BatchNorm1d(WIDTH))
     declare(model)
