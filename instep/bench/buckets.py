@@ -1,4 +1,4 @@
-"""``instep bench buckets``: step time against bucket size, and the size that arithmetic would have chosen."""
+"""``instep bench buckets``: step time against bucket size, and the best size by arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``instep bench collectives``: what a collective costs, by size, backend and number of ranks.
+"""``instep bench collectives``: the time of a collective, by size, backend and number of ranks.
 
 The columns are those of nccl-tests, so that the rows can be laid beside its output. ``time(us)`` is the
 median over samples of the slowest rank's time, with ``min(us)`` and ``p99(us)`` beside it. ``predicted(us)``

@@ -1,4 +1,4 @@
-"""``instep bench memory-savers``: what two ways to need less memory save, and what they cost.
+"""``instep bench memory-savers``: memory saved by two switches, and their cost.
 
     checkpoint    a block keeps its input alone, and is computed again in backward: a third forward
     bf16          products are computed, and kept, in half of the bytes; the weights stay float32

@@ -1,4 +1,4 @@
-"""What can be asked of ``instep bench``: the options of its measurements, a sentence per field. Pure.
+"""The options of ``instep bench``, a sentence per field. Pure.
 
 1 KB is 1000 bytes here, as in GB/s; KiB is 1024.
 """

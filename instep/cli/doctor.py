@@ -1,4 +1,4 @@
-"""``instep doctor``: what this machine offers to instep, and what would cause trouble."""
+"""``instep doctor``: the capabilities and problems of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``instep report``: where the time of a run or a profile went: a page, traces, a chart, words, tables."""
+"""``instep report``: where the time of a run or a profile went, as a page, traces, a chart, words, tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``instep run``: a user's own script on ranks of this host that may die."""
+"""``instep run``: a user's own script on ranks of this host, which are replaced when they die."""
 
 from __future__ import annotations
 

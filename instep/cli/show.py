@@ -1,4 +1,4 @@
-"""``instep show ALGORITHM``: a collective, round by round: who sends what, and who holds what after it."""
+"""``instep show ALGORITHM``: a collective, round by round: each rank's messages, and its parts afterwards."""
 
 from __future__ import annotations
 
