@@ -41,7 +41,7 @@ def random_batch(text):
 
 
 run = Run("runs/language")
-torch.manual_seed(1234)  # of the weights: run.steps seeds the windows, on every rank others
+torch.manual_seed(1234)  # for the weights; run.steps seeds the windows, differently on every rank
 
 library = Path(argparse.__file__).parent
 text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
