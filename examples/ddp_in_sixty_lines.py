@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/ddp_in_sixty_lines.py
 
-Every rank has the whole model and its own share of the data. Three things keep the replicas equal: they
-begin alike (a broadcast), they step with the same gradient (one all-reduce), and the same optimizer does the
-rest.
-What instep adds to it, file by file, is in docs/mechanisms.md.
+Every rank has the whole model and its own share of the data. The replicas stay equal because they start
+with the same weights (a broadcast), step with the same gradient (one all-reduce), and have the same
+optimizer.
+docs/mechanisms.md lists the file of instep for each further mechanism.
 """
 
 import torch
@@ -26,7 +26,7 @@ class DataParallel(nn.Module):
             num_different += not torch.equal(rank_0s, x)
             if not verify:
                 x.data.copy_(rank_0s)
-        dist.all_reduce(num_different)  # or a rank would raise alone, and leave the others waiting
+        dist.all_reduce(num_different)  # all ranks raise, or none: one alone would leave the others waiting
         if verify and num_different:
             raise ValueError(
                 "the ranks begin with different weights: seed them alike, or let rank 0's be taken"
@@ -40,9 +40,9 @@ class DataParallel(nn.Module):
         return self.module(*args)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Autograd calls this in the middle of backward, once the gradient of ``parameter`` is there."""
+        """Autograd calls this in the middle of backward, once the gradient of ``parameter`` is complete."""
         self.num_arrived += 1
-        if self.num_arrived == len(self.parameters_to_train):  # a parameter that is not used: never
+        if self.num_arrived == len(self.parameters_to_train):  # never, if a parameter is unused
             self.num_arrived = 0
             self.reduce()
 
@@ -57,8 +57,8 @@ class DataParallel(nn.Module):
 
 
 def main(steps: int = 100) -> float:
-    """Fit a line to noisy points, of which each rank has its own; the loss over the points of all."""
-    torch.manual_seed(dist.get_rank())  # other data on each rank, and other weights, until the broadcast
+    """Fit a line to noisy points, different ones on each rank, and return the loss over all points."""
+    torch.manual_seed(dist.get_rank())  # different data and, until the broadcast, different weights per rank
     x = torch.randn(64, 8)
     y = x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(64, 1)
     model = DataParallel(nn.Linear(8, 1))

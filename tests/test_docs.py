@@ -50,7 +50,7 @@ DECLARED = [
     ("README", "Survive", ""),
     ("pipeline", "Pipeline", ""),
     ("run", "A loop of your own", ""),
-    ("run", "What a run is told", ""),
+    ("run", "Arguments of a run", ""),
     ("use", "The declared loop", BEGUN),
     ("use", "Samples in shards", SHARDS + BEGUN),
     AVERAGED,

@@ -1,4 +1,4 @@
-"""Is what the advice promises what one gets? Plants causes, follows the advice, and measures the gain.
+"""Does following the advice save the predicted time? Plants causes, follows it, and measures the gain.
 
 python benchmarks/advice/run.py                     all causes, some eight minutes; writes into this folder
 python benchmarks/advice/run.py --only giant naive  these causes; the others stay as they were

@@ -81,7 +81,7 @@ def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """What docs/shm.md has of it: shared memory against gloo, and against the memory's speed."""
+    """The table of docs/shm.md: shared memory against gloo."""
     rows: list[Row] = []
     for ranks in (2, 4):
         here = [r for r in results["rows"] if r["ranks"] == ranks and r["size(B)"] in SUMMARY_SIZES]
@@ -91,19 +91,9 @@ def headline(results: Mapping[str, Any]) -> str:
             for row in beside_gloo(mine)
         ]
     found = results["environment"]
-    limits = [r for r in results["rows"] if r["backend"] == "shm-in-place" and r["size(B)"] == 100_000_000]
-    speed = " and ".join(
-        f"{1 / r['time/bound']:.0%} on {r['ranks']}"
-        for r in limits
-        if r["ranks"] in (2, 4) and "time/bound" in r
-    )
-    reach = (
-        "100 MB in place reach so much of what the memory's speed, measured by copying, allows: "
-        f"{speed} ranks (a copy also loads what it overwrites: it may be more than all of it). "
-    )
     return (
         f"{tables.markdown(rows)}\n\nTimes as fast as gloo: medians (and quartiles) of {results['samples']} "
-        f"interleaved pairs, float32, one thread per rank. {reach if speed else ''}Made by `{COMMAND}` on "
+        f"interleaved pairs, float32, one thread per rank. Made by `{COMMAND}` on "
         f"{found['cores']} cores ({found['cpu']}), torch {found['torch']}."
     )
 

@@ -146,7 +146,7 @@ def kills_text(found: Mapping[str, Any]) -> str:
     return (
         f"{markdown(kills.summary(found))}\n\n"
         f"{found['kills']} kills, {len(found['recoveries'])} recoveries in {found['steps']} steps on "
-        f"{found['ranks']} ranks; at most {found['redone']} steps made twice at a time; "
+        f"{found['ranks']} ranks; at most {found['redone']} steps redone per recovery; "
         f"{_same(found['same'])} bits as the undisturbed run on one rank.{twice} {_wrong(found)}"
     ).strip()
 

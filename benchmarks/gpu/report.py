@@ -40,7 +40,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def sections(found: Sequence[Finding]) -> Iterator[str]:
     """What is amiss, the hashes in one table, and a table for each other part."""
     amiss = [f"{x['part']}: {x['what']}".removesuffix(": ") for x in found if x["verdict"] in AMISS]
-    yield f"Not as it should be: {'; '.join(amiss)}." if amiss else "All is as it should be."
+    yield f"Not as expected: {'; '.join(amiss)}." if amiss else "All results are as expected."
     ends = [x for x in found if not x["what"]]  # how each part has ended
     told = [x for x in found if x["what"]]
     if any(x["part"] in BITS for x in told):

@@ -53,10 +53,8 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = parser.parse_args(words)
     rows = [measure(launcher, width, wanted.steps) for width in wanted.widths for launcher in LAUNCHERS]
     made = tables.environment(COMMAND)
-    note = (
-        f"Medians (and quartiles) of pairs of steps by turns. Made by `{COMMAND}` on {made['cores']} cores "
-    )
-    note += f"({made['cpu']}), torch {made['torch']}."
+    note = f"Medians (and quartiles) of pairs of alternating steps. Made by `{COMMAND}` on {made['cores']} "
+    note += f"cores ({made['cpu']}), torch {made['torch']}."
     tables.write_json(wanted.json, {"rows": rows}, command=COMMAND)
     tables.write_between(wanted.readme, "own loop table", f"{tables.markdown(rows)}\n\n{note}")
     print(tables.markdown(rows))

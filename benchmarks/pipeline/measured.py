@@ -89,7 +89,7 @@ def write(tables: dict[str, list[Row]], results: PipelineResults, folder: Path, 
     write_between(
         readme,
         "environment",
-        f"{made_where(environment(COMMAND), minutes)}. {results.text}; of {DEEP} ranks only what they keep.",
+        f"{made_where(environment(COMMAND), minutes)}. {results.text}; {DEEP} ranks: only activations kept.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds in each stage, next to what the formula says, and what the system says of its process.
+"""Memory of a rank in each stage, beside the formula and the figure of the system.
 
 python benchmarks/shard/memory.py                   some minutes; writes memory.json and the README's table
 python benchmarks/shard/memory.py --layers 2 --out /tmp/trial

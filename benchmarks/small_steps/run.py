@@ -1,4 +1,4 @@
-"""Steps of a millisecond: what an exchange costs beside its bytes. Measures, and writes table and chart anew.
+"""Steps of a millisecond: the overhead of an exchange. Measures, and writes table and chart anew.
 
 python benchmarks/small_steps/run.py                           some five minutes; writes into this folder
 python benchmarks/small_steps/run.py --samples 5 --out DIR     a trial, which leaves this folder alone

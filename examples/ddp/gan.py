@@ -27,7 +27,7 @@ def ring(n):
 
 dist.init_process_group("gloo")
 RANK = dist.get_rank() if dist.is_initialized() else 0
-torch.manual_seed(RANK)  # other points and other noise on every rank
+torch.manual_seed(RANK)  # different points and noise on every rank
 
 generator = DistributedDataParallel(perceptron(NOISE, 2))
 critic = DistributedDataParallel(perceptron(2, 1))
@@ -44,7 +44,7 @@ for step in range(STEPS):
     c_loss.backward()
     c_adam.step()
 
-    # The generator learns to draw what the critic takes for real.
+    # The generator learns to draw points that the critic takes for real.
     g_adam.zero_grad()
     g_loss = loss_function(critic(fake), ones)
     g_loss.backward()

@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
 
 def random_batch(text):
-    """Windows from anywhere in the text, and the same one byte later."""
+    """Random windows of the text, and the same windows one byte later."""
     starts = torch.randint(len(text) - args.context, (args.batch,))
     windows = torch.stack([text[i : i + args.context + 1] for i in starts]).long()
     return windows[:, :-1], windows[:, 1:]

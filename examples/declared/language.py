@@ -34,14 +34,14 @@ class Transformer(nn.Module):
 
 
 def random_batch(text):
-    """Windows from anywhere in the text, and the same one byte later."""
+    """Random windows of the text, and the same windows one byte later."""
     starts = torch.randint(len(text) - args.context, (args.batch,))
     windows = torch.stack([text[i : i + args.context + 1] for i in starts]).long()
     return windows[:, :-1], windows[:, 1:]
 
 
 run = Run("runs/language")
-torch.manual_seed(1234)  # of the weights: run.steps seeds the windows, on every rank others
+torch.manual_seed(1234)  # for the weights; run.steps seeds the windows, differently on every rank
 
 library = Path(argparse.__file__).parent
 text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))

@@ -25,7 +25,7 @@ def ring(n):
 
 
 run = Run("runs/gan")
-torch.manual_seed(0)  # of the weights: run.steps seeds points and noise, on every rank others
+torch.manual_seed(0)  # for the weights; run.steps seeds points and noise, differently on every rank
 
 generator = DistributedDataParallel(perceptron(NOISE, 2))
 critic = DistributedDataParallel(perceptron(2, 1))
@@ -43,7 +43,7 @@ for step in run.steps(STEPS, generator=generator, critic=critic, g_adam=g_adam, 
         c_loss.backward()
         c_adam.step()
 
-        # The generator learns to draw what the critic takes for real.
+        # The generator learns to draw points that the critic takes for real.
         g_adam.zero_grad()
         g_loss = loss_function(critic(fake), ones)
         g_loss.backward()

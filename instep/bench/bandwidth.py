@@ -1,4 +1,4 @@
-"""From time to bandwidth, as nccl-tests has it, and the bound that memory sets for an all-reduce. Pure.
+"""From time to bandwidth, as in nccl-tests, and the memory bound of an all-reduce. Pure.
 
     algbw   S / time: how fast it was for the caller
     busbw   algbw x a factor that depends on the collective and on W: what each of W links would have to carry

@@ -1,4 +1,4 @@
-"""``instep bench buckets``: step time against bucket size, and the size that arithmetic would have chosen."""
+"""``instep bench buckets``: step time against bucket size, and the best size by arithmetic."""
 
 from __future__ import annotations
 
@@ -133,13 +133,13 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     return [
         f"step: forward, backward and exchange, the slowest rank's; median of {results['samples']} after "
         f"{results['warm_up']} of warm-up, sizes in turns.",
-        f"call: one bucket's exchange on the lane, {way}, waiting for the other ranks included.",
+        f"call: one bucket's exchange on the lane, {way}, including waits for the other ranks.",
         f"without exchange: forward {results['forward_ms']:.0f} ms, backward {results['backward_ms']:.0f} "
         "ms.",
         f"fitted: alpha {results['alpha_us']:.0f} us, beta {results['beta_ns_per_byte']:.3f} ns/byte, so "
         f"{total_ms:.0f} ms for all {results['gradient_bytes'] / 1e6:.0f} MB of gradients: {bound}.",
-        f"best measured: {results['best_measured_mib']:g} MiB; the model's choice of these: "
-        f"{results['best_of_these_by_model_mib']:g} MiB, of all: {results['best_predicted_mib']:.3g} MiB.",
+        f"best measured: {results['best_measured_mib']:g} MiB; best of these by the model: "
+        f"{results['best_of_these_by_model_mib']:g} MiB, of any: {results['best_predicted_mib']:.3g} MiB.",
     ]
 
 

@@ -1,6 +1,6 @@
-"""A rank's part of ``instep bench buckets``: steps with every bucket size in turn, and what the model is fed.
+"""A rank's part of ``instep bench buckets``: steps with every bucket size in turn.
 
-What is fed to the alpha-beta model comes from the same run: how long forward and backward take without any
+The inputs of the alpha-beta model come from the same run: how long forward and backward take without any
 exchange, and how long an all-reduce takes, of several sizes, over the same kind of group.
 """
 

@@ -1,4 +1,4 @@
-"""``instep bench collectives``: what a collective costs, by size, backend and number of ranks.
+"""``instep bench collectives``: the time of a collective, by size, backend and number of ranks.
 
 The columns are those of nccl-tests, so that the rows can be laid beside its output. ``time(us)`` is the
 median over samples of the slowest rank's time, with ``min(us)`` and ``p99(us)`` beside it. ``predicted(us)``
@@ -212,7 +212,7 @@ def beside_the_bound(rows: Sequence[Row], memory: float) -> tuple[list[Row], str
     """
     bounds = {size_text(row["size(B)"]): row["bound(us)"] for row in rows if "bound(us)" in row}
     least = ", ".join(f"{bound:,.0f} us for {size}" for size, bound in bounds.items())
-    note = f"bound: 2 W S / {memory / 1e9:.1f} GB/s, which all ranks reach when they copy; {least}."
+    note = f"bound: 2 W S / {memory / 1e9:.1f} GB/s, the rate of all ranks copying at once; {least}."
     return by_backend(rows, "time/bound"), note
 
 

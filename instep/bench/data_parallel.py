@@ -120,10 +120,10 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     models = "; ".join(f"{WORKLOADS[name].what}: GPT of {text_of(WORKLOADS[name])}" for name in results["ms"])
     return [
         f"{models}.",
-        f"speed-up: over one process, which makes the {results['ranks']} micro-batches one after the other; "
+        f"speed-up: over one process, which runs the {results['ranks']} micro-batches one after the other; "
         f"median and quartiles of {results['samples']} pairs. At most {results['ranks']}.",
-        "lock: share of the time of threads that compute in which they were blocked, by Python's lock if by "
-        "anything; core: in which they waited for a core.",
+        "lock: share of time in which computing threads were blocked, nearly always by Python's lock; core: "
+        "in which they waited for a core.",
     ]
 
 

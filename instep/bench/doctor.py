@@ -1,4 +1,4 @@
-"""What this machine offers to instep and what would cause trouble, in words, each with its fix.
+"""The capabilities of this machine and its problems, in words, each with its fix.
 
 If asked, two ranks are started too, which verify with every strategy that their gradient is that of one
 process, on a model small enough to take no time.

@@ -1,4 +1,4 @@
-"""Several hosts out of one: network namespaces that reach each other through links of a chosen rate.
+"""Several hosts on one machine: network namespaces joined by links of a chosen rate.
 
 On one host a message costs a few copies in memory, and the same cores that compute make them, so there all
 strategies look much alike. What they were invented for is a network: slower than memory, and working by

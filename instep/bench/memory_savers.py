@@ -1,4 +1,4 @@
-"""``instep bench memory-savers``: what two ways to need less memory save, and what they cost.
+"""``instep bench memory-savers``: memory saved by two switches, and their cost.
 
     checkpoint    a block keeps its input alone, and is computed again in backward: a third forward
     bf16          products are computed, and kept, in half of the bytes; the weights stay float32
@@ -140,8 +140,8 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{results['text']}; {results['ranks']} ranks; a step is forward, backward, exchange and update, the "
         f"slowest rank's, median of {results['samples']}, all in turns",
-        "activations: kept when forward has ended; formula: the same by arithmetic; a block again: what one "
-        "block has besides while backward is in it; peak: of a process of its own",
+        "activations: kept at the end of forward; formula: the same by arithmetic; a block again: additional "
+        "activations of the block that backward recomputes; peak: of a process of its own",
     ]
     if runs := results["runs"]:
         rows = runs["rows"]

@@ -1,4 +1,4 @@
-"""What a rank holds in memory, by what it is for: bytes of storages, whatever number of tensors show them.
+"""A rank's memory by purpose: bytes of storages, each counted once for any number of tensors.
 
 A tensor says how many bytes it shows, not how many it keeps: ``.grad`` is a view of its bucket, a tied weight
 has two names, a sharded parameter is a piece of one flat buffer with padding. So ranges of addresses are

@@ -1,4 +1,4 @@
-"""What can be asked of ``instep bench``: the options of its measurements, a sentence per field. Pure.
+"""The options of ``instep bench``, a sentence per field. Pure.
 
 1 KB is 1000 bytes here, as in GB/s; KiB is 1024.
 """
@@ -58,26 +58,26 @@ class OutputFiles:
 class CollectivesOptions(OutputFiles):
     """Time of a collective against its size, on several backends in one run.
 
-    algbw is S / time, busbw that times what a link has to carry of S (all-reduce: 2 (W-1)/W), as in
-    nccl-tests. predicted is what the algorithm takes by the alpha-beta model: its rounds times what a message
-    costs, and its bytes times what a byte costs, both measured between two ranks in the same run; over a link
-    a byte costs at least what the link's rate says.
+    algbw is S / time, busbw that times a link's share of S (all-reduce: 2 (W-1)/W), as in nccl-tests.
+    predicted is the time by the alpha-beta model: rounds times the cost of a message, plus bytes times the
+    cost of a byte, both measured between two ranks in the same run; over a link a byte costs at least the
+    inverse of the link's rate.
     """
 
     ranks: Ranks = (2,)
     """Numbers of ranks; each has a world of its own."""
     collective: Collective = "all_reduce"
-    """What to measure."""
+    """The collective to measure."""
     backends: Words = ()
-    """Ways to do it, timed alternately; all that are there, if none is named."""
+    """Backends and algorithms, timed alternately; all available ones by default."""
     sizes: Words = ()
-    """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB if none is named."""
+    """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB by default."""
     full: bool = False
-    """Go on to 1GB."""
+    """Also measure 1GB."""
     link: bool = False
     """Put every rank on a host of its own: network namespaces, a link from each to one switch."""
     rate: str = RATE
-    """What each of these links carries in each direction, as tc has it: 1gbit, 200mbit."""
+    """Rate of each link in each direction, in the words of tc: 1gbit, 200mbit."""
     samples: int = 20
     """Samples of each; a sample of a small message is the mean of several calls."""
     budget_s: float = 15.0
@@ -95,22 +95,21 @@ class CollectivesOptions(OutputFiles):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(OutputFiles):
-    """The model that is trained, what a rank has to compute in a step, and where the ranks are."""
+    """The model, the work of a rank in a step, and the place of the ranks."""
 
     preset: Annotated[str, tyro.conf.arg(metavar="|".join(PRESETS))] = ""
     """Layers, width and heads of a published GPT."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = ""
-    """Parameters of the model where no preset is named, give or take an eighth; 20M if nothing is said."""
+    """Approximate number of parameters (within an eighth) without a preset; 20M by default."""
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Windows of text that a rank computes in a step; 1, 4 or 8, as the measurement needs, if nothing is
-    said."""
+    """Windows of text per rank and step; by default 1, 4 or 8, depending on the measurement."""
     context: Annotated[int | None, tyro.conf.arg(aliases=["--tokens"], metavar="N")] = None
-    """Tokens of a window; 128, or 64 for bucket sizes, if nothing is said."""
+    """Tokens of a window; 128 by default, 64 for bucket sizes."""
     vocab: Annotated[int, tyro.conf.arg(metavar="N")] = VOCAB
     """Size of the vocabulary: 256 for bytes; that of GPT-2 is 50257."""
     backend: Backend | None = None
-    """What the ranks talk through; with nccl the models are on GPUs, one for each rank. If nothing is said,
-    steps compares gloo and shm, and scaling takes what training would."""
+    """Transport; with nccl the models are on GPUs, one per rank. By default steps compares gloo and shm, and
+    scaling uses the transport of training."""
     link: bool = False
     """Put every rank on a host of its own: network namespaces with 1 Gbit/s between them."""
 
@@ -149,7 +148,7 @@ class ModelOptions(OutputFiles):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketsOptions(ModelOptions):
-    """Step time against bucket size, and the size that arithmetic on latency and bandwidth would choose."""
+    """Step time against bucket size, and the best size predicted from latency and bandwidth."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
@@ -158,11 +157,11 @@ class BucketsOptions(ModelOptions):
     ordered: bool = True
     """Sum in the fixed order, as training does; without, by the backend's all-reduce."""
     backend: Backend = "gloo"
-    """What the ranks talk through; with nccl the models are on GPUs, one for each rank."""
+    """Transport; with nccl the models are on GPUs, one per rank."""
     samples: int = 10
     """Samples of each size."""
     rounds: int = 2
-    """Turns in which the samples of each size are taken, so that all sizes meet the same disturbances."""
+    """Turns in which the samples of each size are taken, so that disturbances affect all sizes alike."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
@@ -178,10 +177,10 @@ class BucketsOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStepOptions(ModelOptions):
-    """A model and what steps its weights."""
+    """A model and its optimizer."""
 
     optimizer: Optimizer = "sgd"
-    """What steps the weights, with a rate of zero: SGD has no state, AdamW two numbers per parameter."""
+    """The optimizer, with a rate of zero: SGD has no state, AdamW two numbers per parameter."""
 
     def workload(self, name: str) -> Workload:
         """The workload called ``name``, and what these options say of it."""
@@ -193,16 +192,15 @@ class StepsOptions(WholeStepOptions):
     """Time of a training step by strategy."""
 
     preset: Annotated[str, tyro.conf.arg(metavar="|".join((*PRESETS, *MLPS)))] = ""
-    """Layers, width and heads of a published GPT; or an MLP, of which each rank has 32 vectors."""
+    """Layers, width and heads of a published GPT; or an MLP, with 32 vectors per rank."""
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
     setting: Literal["communication", "compute", "both"] = "communication"
-    """What takes most of the step: a model that is large for its batch, or the other way round; --batch says
-    it in their place."""
+    """The dominant part of the step: communication, with a model that is large for its batch, or compute;
+    --batch replaces the setting."""
     strategies: Words = ()
-    """Strategies to compare, measured alternately; if none is named, all but those that shard: stage1,
-    stage2 and stage3. The word sharded names these three, declared the declared steps of flat and
-    bucketed."""
+    """Strategies to compare, measured alternately; by default all without sharding. sharded stands for
+    stage1, stage2 and stage3, declared for the declared steps of flat and bucketed."""
     samples: int = 0
     """Steps of each strategy that are timed; 0: 3 to 20, as many as fit into a minute."""
     memory: bool = False
@@ -245,12 +243,12 @@ class ScalingOptions(WholeStepOptions):
     """Throughput against the number of ranks, beside the ideal."""
 
     ranks: Ranks = (1, 2, 4)
-    """Numbers of ranks, which take turns; all are compared with the least of them."""
+    """Numbers of ranks, which take turns; all are compared with the smallest."""
     work: Literal["strong", "weak", "both"] = "both"
-    """What stays the same with more ranks: the work of a step, of which each does its part (strong), or that
-    of each rank (weak); with the least number of ranks both are --batch for each."""
+    """Constant work per step, shared by the ranks (strong), or constant work per rank (weak); with the
+    smallest number of ranks both are --batch windows per rank."""
     strategies: Words = ("bucketed",)
-    """What exchanges the gradients: naive, flat, overlap, bucketed, unordered or DDP, torch's own."""
+    """Strategies to compare: naive, flat, overlap, bucketed, unordered or DDP, torch's own."""
     samples: int = 0
     """Steps of each that are timed; 0: 3 to 20, as many as fit into a minute."""
 
@@ -271,12 +269,12 @@ class ScalingOptions(WholeStepOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelOptions(OutputFiles):
-    """Threads against processes: what the same step gains by either, and what Python's lock costs."""
+    """Threads against processes: the speed-up of the same step, and the cost of Python's lock."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of workers, as threads of one process and as processes."""
     setting: Literal["python", "matrices", "both"] = "both"
-    """What a step consists of: many tiny layers, which are mostly Python; or few large matrix products."""
+    """The model: many tiny layers, which are mostly Python; or few large matrix products."""
     samples: int = 0
     """Steps of each that are timed; 0: 3 to 20, as many as fit into a minute."""
 
@@ -287,12 +285,12 @@ class DataParallelOptions(OutputFiles):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySaversOptions(OutputFiles):
-    """What computing blocks again in backward, and bf16, save in memory, and cost in time and loss."""
+    """Memory saved by activation checkpointing and by bf16, and their cost in time and loss."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
     """Number of ranks."""
     params: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "10M"
-    """How many parameters the measured model has, give or take an eighth."""
+    """Approximate number of parameters of the measured model (within an eighth)."""
     batch: int = 8
     """Windows of text per rank and step."""
     context: int = 128
@@ -302,7 +300,7 @@ class MemorySaversOptions(OutputFiles):
     steps: int = 50
     """Steps of instep train after which losses are compared; 0: not at all."""
     seeds: int = 2
-    """Runs of each precision, whose losses show what a seed alone changes."""
+    """Runs of each precision, whose losses show the effect of the seed alone."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
@@ -320,22 +318,22 @@ class PipelineOptions(OutputFiles):
     """A step of a pipeline by schedule and number of micro-batches: measured, simulated, by closed form."""
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 2
-    """Number of ranks, each with a share of the layers; where there are fewer cores, bubbles are not
-    measured."""
+    """Number of ranks, each with a share of the layers; with fewer cores than ranks, bubbles
+    are not measured."""
     schedules: Words = ()
-    """Schedules to compare, measured alternately; if none is named, all of them."""
+    """Schedules to compare, measured alternately; by default all of them."""
     micro_batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M[,M ...]")] = ("1,2,4,8",)
     """Numbers of micro-batches in a step."""
     layers: int = 8
-    """Transformer blocks of the model; every stage has as many."""
+    """Transformer blocks of the model, divided equally among stages."""
     width: int = 256
     """Width of the blocks, in heads of 64."""
     micro_size: int = 4
-    """Windows of text in a micro-batch, however many of them a step has."""
+    """Windows of text in a micro-batch."""
     context: int = 64
     """Tokens of a window."""
     backend: Literal["gloo", "shm"] = "gloo"
-    """What the ranks talk through."""
+    """Transport between the ranks."""
     samples: int = 0
     """Timed steps of each schedule and number of micro-batches; 0: 3 to 20, as many as fit into a minute."""
 

@@ -269,24 +269,24 @@ class PipelineResults:
     def notes(self) -> list[str]:
         """What has to be known to read the table."""
         kept = (
-            "kept: the most that autograd keeps, by rank, in micro-batches of all of a rank's layers; "
-            "kept(MB): of the rank that keeps most."
+            "kept: peak of autograd's saved tensors, by rank, in micro-batches of all of a rank's layers; "
+            "kept(MB): of the rank with the most."
         )
         if self.is_crowded:
             return [
                 kept,
-                f"{self.options.ranks} ranks take turns on {_num_cores()} cores, so what they wait for is a "
-                "core: bubbles are measured with a core for each rank.",
+                f"{self.options.ranks} ranks take turns on {_num_cores()} cores, so they wait for a core: "
+                "bubbles are measured with a core for each rank.",
             ]
         return [
             f"step: forward and backward of the slowest rank, median of {self.num_samples}, all in "
             "turns; simulated: each step with its own times, from the first computation to the last.",
-            "bubble: of the longest time from a rank's first computation to its last, what ranks do not "
-            "compute. x simulated: the measured bubble over that step's simulated one, with quartiles, where "
-            "actions of a kind all take their mean; x replayed: where each takes what it has taken itself. "
-            "by formula: F = I = W, messages that take nothing.",
-            "message: from the end of an action to when a rank that waits for it goes on; around: all that a "
-            "rank does in a step besides computing and waiting, which counts to its forwards and backwards.",
+            "bubble: idle share of the longest time from a rank's first computation to its last. x "
+            "simulated: the measured bubble over that step's simulated one, with quartiles, where all "
+            "actions of a kind take their mean time; x replayed: where each takes its own measured time. "
+            "by formula: F = I = W, messages take no time.",
+            "message: from the end of an action until the rank that waits for it continues; around: a rank's "
+            "time in a step outside of computing and waiting, part of its forwards and backwards.",
             kept,
         ]
 

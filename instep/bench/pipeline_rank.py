@@ -1,4 +1,4 @@
-"""A rank's part of ``instep bench pipeline``: a step by each schedule in turn, and what its stages keep.
+"""A rank's part of ``instep bench pipeline``: a step by each schedule in turn, and its stages' activations.
 
 All schedules are in the same processes, each with a pipeline and a model of its own, and take turns as in
 ``bench.steps_rank``: what disturbs a round disturbs all of them. A step is forward and backward of all its

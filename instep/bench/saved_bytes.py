@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, counted while it is kept: the memory of activations."""
+"""Autograd's saved tensors, counted as they are saved: the memory of activations."""
 
 from __future__ import annotations
 

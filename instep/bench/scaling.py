@@ -210,7 +210,7 @@ def notes(results: Mapping[str, Any]) -> list[str]:
         "strong: the work of a step stays the same; weak: that of each rank; batch: windows per rank.",
         f"efficiency: of W times the throughput of {first}; the median over {_num_samples(results)} rounds, "
         "and quartiles.",
-        "none: as many ranks at once that send nothing; what it loses is no exchange's fault.",
+        "none: as many ranks at once that send nothing; DDP: torch's, over the same backend.",
     ]
     return lines + crowded(results)
 
@@ -223,9 +223,8 @@ def crowded(results: Mapping[str, Any]) -> list[str]:
         if cores is not None and ranks > max(cores, least):
             most = 100 * max(cores, least) / ranks
             lines.append(
-                f"{ranks} ranks on {cores} cores: ranks outnumber cores, so {most:.0f} % is the most there "
-                "can be where nothing else runs, and the row shows how ranks share cores, not how the "
-                "exchange scales."
+                f"{ranks} ranks on {cores} cores: ranks outnumber cores, so at most {most:.0f} % is "
+                "possible, and the row shows how ranks share cores, not how the exchange scales."
             )
     return lines
 

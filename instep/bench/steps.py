@@ -272,7 +272,7 @@ def notes(results: StepResults) -> list[str]:
 def memory(figures: Row) -> str:
     """What a rank needs without any synchronisation: one that shards nothing needs as much, and more."""
     return (
-        f"memory of a rank: {cell(figures['state(MB)'])} MB of state where nothing is sent, "
+        f"memory of a rank: {cell(figures['state(MB)'])} MB of state without exchange, "
         f"{cell(figures['formula(MB)'])} MB by the formula, and {cell(figures['activations(MB)'])} MB of "
         "activations; formula: of state, by stage and ranks; host: all ranks, shared pages once"
     )

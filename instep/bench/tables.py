@@ -1,4 +1,4 @@
-"""What a measurement leaves: samples become figures, rows become tables, and files say where they were made.
+"""The output of a measurement: samples become figures, rows become tables, files record the environment.
 
 A row is a flat dictionary from column name to text or number; all rows of a table have their columns in the
 same order. Files hold the numbers as they are, tables round them to three digits.

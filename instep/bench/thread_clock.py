@@ -1,4 +1,4 @@
-"""Where the time of threads that compute goes: on a core, waiting for a core, or blocked.
+"""Where the time of computing threads goes: on a core, waiting for a core, or blocked.
 
     replica 0  |=Python=|~~operator~~|.....|=Python=|~~operator~~|      . blocked: the other has the lock
     replica 1  |........|=Python=|~~operator~~|.....|=Python=|~~~

@@ -1,4 +1,4 @@
-"""What is compared when steps are: instep's strategies, torch's DDP, and the baselines to hold them against.
+"""The variants of a step that are compared: instep's strategies, torch's DDP, and the baselines.
 
     naive flat overlap bucketed    ``instep.DataParallel``, over gloo and over shared memory
     unordered                      bucketed with ``ordered=False``: the backend's all-reduce adds

@@ -1,4 +1,4 @@
-"""Workloads: what a training step that is measured consists of, how large a model, how large a batch. Pure.
+"""Workloads: the model and batch sizes of a measured training step. Pure.
 
 One number decides how much there is to gain: the bytes of the gradients over the time of the computation. A
 parameter costs 4 bytes of gradient and 6 floating point operations per token, so with few tokens per rank the

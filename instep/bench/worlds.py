@@ -1,4 +1,4 @@
-"""Worlds for measurements: ranks on this host or on several, things timed alternately, results as JSON.
+"""Worlds for measurements: ranks on this host or on several, alternating variants, results as JSON.
 
 Two things are compared within one run, A, B, A, B, ..., by the same processes: what disturbs the machine for
 longer than a sample disturbs both. Every sample begins with a barrier; how long it took is what the slowest

@@ -1,1 +1,1 @@
-"""The command, one file per word: reads what the user wrote, starts what does it, says how it ended."""
+"""The command, one file per word: parses the arguments, starts the work, reports the outcome."""

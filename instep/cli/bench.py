@@ -1,4 +1,4 @@
-"""``instep bench WORD``: reads the options of a measurement, then starts it; torch is imported after that."""
+"""``instep bench WORD``: parses the options of a measurement, then imports torch and starts it."""
 
 from __future__ import annotations
 

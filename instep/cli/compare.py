@@ -28,7 +28,7 @@ from instep.record.step_lines import RecordedRun, placement_text, read_run
 
 PROGRAM = "instep compare"
 DESCRIPTION = """\
-Compare two runs bit by bit: which step differs first, in which parameter, and what caused it?
+Compare two runs bit by bit: the first step and parameter that differ, and the cause.
 
 Exit codes: 0 same bits, 1 they differ, 2 usage.\
 """

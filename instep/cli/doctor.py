@@ -1,4 +1,4 @@
-"""``instep doctor``: what this machine offers to instep, and what would cause trouble."""
+"""``instep doctor``: the capabilities and problems of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.cli.exit_codes import FAILED, report_error
 
 PROGRAM = "instep doctor"
 DESCRIPTION = """\
-Say what this machine offers to instep, and what would cause trouble, with the fix.
+Check this machine for problems, and print each with its fix.
 
 Exit codes: 0 done, 1 an error was found, 2 usage.\
 """

@@ -1,4 +1,4 @@
-"""How a command ends: the exit codes that scripts rely on, and the one line that says what went wrong."""
+"""The exit codes that scripts rely on, and the one line that reports an error."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from instep.launch.signals import hear_stop_signals
 
 COMMANDS = {
     "train": "train a small GPT on text, with the same bits on any number of ranks",
-    "run": "run a training script of your own on ranks that may die: instep run -n 4 train.py",
+    "run": "run your own training script, with ranks replaced when they die: instep run -n 4 train.py",
     "bench": "measure collectives, strategies, bucket sizes, scaling, threads, memory savers, pipelines",
-    "show": "print a collective step by step: who sends what, and who holds what after each round",
+    "show": "print a collective, round by round: each rank's messages and parts",
     "report": "show where the time of a run went, on a page, as traces, in words",
-    "compare": "find where two runs differ, in which parameter, and what caused it",
+    "compare": "find the first step and parameter in which two runs differ, and the cause",
     "convert": "write the model of a checkpoint as files that other programs read",
-    "doctor": "say what this machine offers and what would cause trouble; --verify proves the gradients",
+    "doctor": "check this machine for problems; --verify proves the gradients",
 }
 
 

@@ -1,4 +1,4 @@
-"""``instep report``: where the time of a run or a profile went: a page, traces, a chart, words, tables."""
+"""``instep report``: where the time of a run or a profile went, as a page, traces, a chart, words, tables."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from instep.timeline.profiler import read_records
 
 PROGRAM = "instep report"
 DESCRIPTION = """\
-Say where the time of a run's steps went, who was slow, and what would make it faster.
+Show where the time of a run's steps went, which rank was slow, and what would make it faster.
 
 Writes into the run's directory report.html (one file, needs no network), report.json (its figures),
 trace/trace.json.gz (for ui.perfetto.dev), trace/hta/ (for Holistic Trace Analysis), and
-trace/step.png and .svg. The run may be finished, going on, or dead.
+trace/step.png and .svg. The run may be finished, running or killed.
 
-Of a file that torch.profiler has written (export_chrome_trace; .json or .json.gz) it prints where the time
+For a file of torch.profiler (export_chrome_trace; .json or .json.gz) it prints where the time
 of its steps went, with tables of operators and kernels, and writes nothing.
 
 Exit codes: 0 done, 1 failed, 2 usage.\

@@ -1,4 +1,4 @@
-"""``instep run``: a user's own script on ranks of this host that may die."""
+"""``instep run``: a user's own script on ranks of this host, which are replaced when they die."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ is given here overrides the script's instep.Run; the defaults shown are those of
 
 Under torchrun, Slurm or mpirun the script needs no command: start it as it is.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on);
-else what the script ends with.\
+Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped early (continue with --resume); else
+the script's own code.\
 """
 
 

@@ -1,4 +1,4 @@
-"""``instep show ALGORITHM``: a collective, round by round: who sends what, and who holds what after it."""
+"""``instep show ALGORITHM``: a collective, round by round: each rank's messages, and its parts afterwards."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _listed() -> str:
 
 
 DESCRIPTION = f"""\
-Print a collective step by step: who sends what to whom, and who holds what after each round.
+Print a collective, round by round: each rank's messages and parts.
 
 These are the steps that the algorithm itself executes (instep/comm), without a process or a tensor. The last
-lines count rounds, messages and bytes, and say what they cost in the alpha-beta model.
+lines count rounds, messages and bytes, and their cost in the alpha-beta model.
 
 Algorithms, by collective:
 {_listed()}
@@ -72,7 +72,7 @@ Exit codes: 0 done, 1 failed, 2 usage.\
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """What can be asked of ``instep show``."""
+    """The options of ``instep show``."""
 
     algorithm: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ALGORITHM")]
     """One of those above, such as ring, halving-doubling or broadcast-tree."""

@@ -62,8 +62,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a step's samples are cut: into global-size / micro-size micro-batches, whose gradients are summed
-    in a fixed order."""
+    """A step's global-size / micro-size micro-batches, whose gradients are summed in a fixed order."""
 
     global_size: Positive
     """Samples per optimizer step, over all ranks."""
@@ -73,7 +72,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """How gradients become weights."""
+    """The optimizer and its schedule."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """The optimizer."""
@@ -108,7 +107,7 @@ class ParallelConfig(MeshConfig):
     nodes: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of the tree's sums, in memory and in messages: 4, 2 or 1 byte per weight."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How smaller nodes are rounded; stochastic is unbiased, by keyed random bits."""
+    """Rounding of smaller nodes; stochastic is unbiased, by keyed random bits."""
     shard_stage: Annotated[int, STAGES] = 0
     """Sharding among the ranks: 0 none, 1 optimizer state, 2 gradients too, 3 weights too. From 2 on,
     gradients travel block by block."""
@@ -118,10 +117,10 @@ class ParallelConfig(MeshConfig):
     chunks: Count = 0
     """Stages per rank, with interleaved; 0: two."""
     cuts: str = "layers"
-    """Where a pipeline is cut: layers, as many in each stage; cost, as many parameters; or the first layers
-    of the stages but the first: 3,5. Layers are the embedding, blocks and the output."""
+    """Where a pipeline is cut: layers, equally many per stage; cost, equally many parameters; or the first
+    layer of each further stage: 3,5. Layers are the embedding, blocks and the output."""
     deterministic: bool = True
-    """On GPUs, set what the same bits need before CUDA starts; CPUs need nothing."""
+    """On GPUs, set the switches for the same bits before CUDA starts."""
 
     @property
     def numbered_cuts(self) -> str | list[int]:

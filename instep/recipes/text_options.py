@@ -29,7 +29,7 @@ DEMOS: dict[str, dict[str, Any]] = {
 DESCRIPTION = """\
 Train a small GPT on text, with the same bits on any number of ranks.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped before the end (--resume goes on).\
+Exit codes: 0 done, 1 failed, 2 usage, 3 checkpoint rejected, 75 stopped early (continue with --resume).\
 """
 
 

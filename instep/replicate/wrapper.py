@@ -254,7 +254,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
         the rank. So no ``DistributedSampler``: all ranks have the same order of samples, and each indexes it
         by its own micro-batches, 3, 3 and 2 of 8 on three ranks.
 
-        In the loop: one forward and one backward per micro-batch, of a loss that is divided by nothing (see
+        In the loop: one forward and one backward per micro-batch, of a loss without division (see
         ``MicroBatch`` for weights). After it: ``.grad`` is the mean over all G, on all ranks. Leaving early
         discards this rank's part and makes the others raise ``Desync``. In ``zip``, ``micro_batches`` comes
         first: an iterator before it that ends leaves the loop in its last iteration.

@@ -22,20 +22,20 @@ class MeshConfig:
     """How the ranks are arranged and exchange, as in instep.init."""
 
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
-    """What carries messages; auto: nccl where every rank has a GPU, else shm where all ranks share a host,
+    """Transport of messages; auto: nccl if every rank has a GPU, else shm if all ranks share a host,
     else gloo."""
     device: str = "auto"
-    """cpu; cuda, a GPU per rank; or cuda:0, one GPU for all ranks, over gloo. auto: cuda where there are GPUs
+    """cpu; cuda, a GPU per rank; or cuda:0, one GPU for all ranks, over gloo. auto: cuda if there are GPUs
     that the backend can use."""
     threads: Positive = 1
     """Threads per rank on a CPU."""
     pp: Positive = 1
     """Ranks per pipeline, each with some of the layers."""
     shard: Annotated[int, SHARD] = 1
-    """Ranks per shard group, which divides what the stage of sharding says; every group has all of it. 1: all
-    ranks are one group. Best is the number of ranks per host."""
+    """Ranks per shard group, which together have one copy of the sharded state; 1: all ranks are one group.
+    Best is the number of ranks per host."""
     deterministic: bool = False
-    """On GPUs, set what the same bits need before CUDA starts; CPUs need nothing."""
+    """On GPUs, set the switches for the same bits before CUDA starts."""
 
     @property
     def named_backend(self) -> str | None:
@@ -60,13 +60,13 @@ class CheckpointConfig:
     """Write frozen parameters, too. Without them a checkpoint of adapters has megabytes, and the script that
     resumes has to build the same base model."""
     best: str = ""
-    """Keep the best checkpoint, too, by this figure: val_loss, or max:val_acc where more is better. It is
+    """Keep the best checkpoint, too, by this figure: val_loss, or max:val_acc if more is better. It is
     saved after the step that logs the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChecksConfig:
-    """What is checked during training. Only spike and skip-steps may change the bits."""
+    """Checks during training. Only spike and skip-steps may change the bits."""
 
     max_skipped: Count = 5
     """Steps in a row that may be skipped because their gradient is not finite or a spike; one more ends the
@@ -80,12 +80,12 @@ class ChecksConfig:
     """Steps between two comparisons of all ranks' weights and moments; 0: never."""
     replay_every: Count = 0
     """Replay one step in N, its micro-batches on other ranks the second time, and compare the two; on three
-    ranks or more, the rank that computes otherwise is named. 0: never."""
+    ranks or more, the rank that computes differently is named. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
-    """What the run directory records beside a line per step."""
+    """Records in the run directory, besides a line per step."""
 
     hash_every: Count = 50
     """Hash the full state every N steps, for instep compare; 0: at the end only."""
@@ -128,9 +128,9 @@ class RunConfig:
     """Inject a fault, to watch a recovery: kill:rank=1,step=12,phase=exchange, or a slow rank:
     slow:rank=1,step=20,steps=100,phase=data,seconds=0.03. May be given several times."""
     timeout_s: Annotated[float, ABOVE_0] = 300.0
-    """Longest that a rank may keep the others waiting, in seconds, before the run ends or replaces it."""
+    """Seconds that a rank may keep the others waiting before it is replaced or the run ends."""
     seed: Count = 0
-    """Seed of whatever a step draws: dropout, noise, the order of the data where the script uses it."""
+    """Seed of a step's random numbers: dropout, noise, the order of the data if the script uses it."""
     parallel: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)

@@ -77,7 +77,7 @@ def test_rates_are_of_all_ranks_together(rows):
 
 def test_ranks_that_outnumber_the_cores_are_told_so():
     [said] = crowded({"cores": 2, "ranks": [1, 2, 4]})
-    assert said.startswith("4 ranks on 2 cores: ranks outnumber cores, so 50 % is the most there can be")
+    assert said.startswith("4 ranks on 2 cores: ranks outnumber cores, so at most 50 % is possible")
     assert crowded({"cores": 4, "ranks": [1, 2, 4]}) == crowded({"cores": None, "ranks": [1, 8]}) == []
 
 

@@ -77,7 +77,7 @@ def test_a_part_that_hangs_is_cut_off_with_its_children_and_the_others_run(tmp_p
     out, err = runner.communicate()
     assert runner.returncode == 1, err
     assert ends(tmp_path) == {"before": "done", "hanging": "cut off", "after": "done"}
-    assert "hanging: cut off" in out and "Not as it should be: hanging." in out
+    assert "hanging: cut off" in out and "Not as expected: hanging." in out
     assert "left] hanging: at most" in err
     said = next(x["log"] for x in findings(tmp_path) if x["verdict"] == "cut off")
     assert_gone(int(said.split()[1]))
@@ -97,7 +97,7 @@ def test_the_exit_code_is_1_if_a_part_fails_or_differs(text: str, amiss: str | N
     runner = started(tmp_path, {"bad": text, "after": GOOD})
     out, err = runner.communicate()
     assert runner.returncode == (amiss is not None), err
-    assert (f"Not as it should be: {amiss}." in out) == (amiss is not None)
+    assert (f"Not as expected: {amiss}." in out) == (amiss is not None)
     assert ends(tmp_path)["after"] == "done"
 
 
@@ -130,7 +130,7 @@ def test_a_line_of_a_killed_part_that_is_not_whole_hides_no_other(tmp_path: Path
     runner = started(tmp_path, {"torn": torn, "after": GOOD})
     out, err = runner.communicate()
     assert runner.returncode == 1, err
-    assert "torn: failed" in out and "Not as it should be: torn." in out
+    assert "torn: failed" in out and "Not as expected: torn." in out
     assert "after: done" in out
 
 
@@ -143,7 +143,7 @@ def test_hashes_are_in_one_table_and_other_parts_in_one_each() -> None:
         {"part": "timings", "what": "bare", "verdict": "measured", "step_ms": 12.3456, "ratios": [1.0]},
     ]
     text = "\n\n".join(sections(found))
-    assert text.startswith("Not as it should be: 2 ranks: naive.")
+    assert text.startswith("Not as expected: 2 ranks: naive.")
     assert "|  | 1 rank | 2 ranks |\n| --- | --- | --- |\n| naive | same | differs |" in text
     assert "| control |  | differs |" in text
     assert "|  | verdict | step ms |\n| --- | --- | --- |\n| bare | measured | 12.3 |" in text
