@@ -62,27 +62,6 @@ def test_a_manifest_comes_back_as_it_was(numerical: Any, extra: Any, step: int, 
     assert again.to_bytes() == manifest.to_bytes()
 
 
-def test_the_helper_of_these_tests_signs_like_the_writer() -> None:
-    assert parse(changed(), WHERE) == MANIFEST
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
-def test_random_bytes_are_rejected(data: bytes) -> None:
-    with pytest.raises(CheckpointRejected, match=r"manifest\.json"):
-        parse(data, WHERE)
-
-
-@given(st.sampled_from(sorted(json.loads(MANIFEST.to_bytes()))), JSON)
-@settings(max_examples=200, deadline=None)
-def test_a_field_with_any_other_content_is_rejected_or_valid(field: str, value: Any) -> None:
-    try:
-        manifest = parse(changed(**{field: value}), WHERE)
-    except CheckpointRejected:
-        return
-    assert parse(manifest.to_bytes(), WHERE) == manifest
-
-
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_flipped_bit_is_rejected_or_changes_nothing(data: st.DataObject) -> None:
@@ -100,67 +79,55 @@ def test_an_edited_field_does_not_pass_for_the_original(digit: str) -> None:
         parse(json.dumps(body).encode(), WHERE)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../model",
-        "/etc/passwd",
-        "a/b",
-        "a\\b",
-        "..",
-        ".",
-        "",
-        ".hidden",
-        "a\n",
-        "a\0",
-        "ä",
-        "x" * 65,
-        "manifest.json",
-    ],
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 0
+
+
+RECORD = {"bytes": 1, "sha256": "b" * 64}
+NAMES = (
+    "../model",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    "..",
+    ".",
+    "",
+    ".hidden",
+    "a\n",
+    "a\0",
+    "ä",
+    "x" * 65,
+    "manifest.json",
 )
-def test_a_file_name_that_leaves_the_directory_is_rejected(name: str) -> None:
-    record = {"bytes": 1, "sha256": "b" * 64}
-    with pytest.raises(CheckpointRejected, match="plain names"):
-        parse(changed(files={name: record}), WHERE)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "words"),
     [
-        {"step": True},
-        {"step": -1},
-        {"step": 1.0},
-        {"step": 10**8},
-        {"step": "3"},
-        {"data_cursor": None},
-        {"data_cursor": 2**63},
-        {"world_size": 0},
-        {"state_sha256": "A" * 64},
-        {"state_sha256": "a" * 63},
-        {"state_sha256": "a" * 64 + "\n"},
-        {"numerical": []},
-        {"numerical": {"a": []}},
-        {"versions": {"torch": 2}},
-        {"files": {"a": {"bytes": -1, "sha256": "b" * 64}}},
-        {"files": {"a": {"bytes": 1}}},
-        {"files": {"a": {"bytes": 1, "sha256": "b" * 64, "url": "x"}}},
-        {"files": {"a": None}},
-        {"extra": None},
-        {"more": 1},
+        *(({"step": step}, "step") for step in (True, -1, 1.0, 10**8, "3")),
+        *(({"data_cursor": cursor}, "data_cursor") for cursor in (None, 2**63)),
+        ({"world_size": 0}, "world_size"),
+        *(({"state_sha256": told}, "state_sha256") for told in ("A" * 64, "a" * 63, "a" * 64 + "\n")),
+        *(({"numerical": told}, "numerical") for told in ([], {"a": []})),
+        ({"versions": {"torch": 2}}, "versions"),
+        *(({"files": {"a": told}}, "files") for told in ({"bytes": 1}, {**RECORD, "url": "x"}, None)),
+        ({"files": {"a": {**RECORD, "bytes": -1}}}, "bytes"),
+        *(({"files": {name: RECORD}}, "plain names") for name in NAMES),
+        ({"extra": None}, "extra"),
+        ({"extra": {"a": nested(200)}}, "at most 32 levels"),
+        ({"more": 1}, "more"),
+        (
+            {"format": "instep-checkpoint/3"},
+            r"format: expected 'instep-checkpoint/1'.* got 'instep-checkpoint/3'",
+        ),
     ],
 )
 def test_a_field_of_another_type_or_range_is_rejected_even_with_the_right_hash(
-    fields: dict[str, Any],
+    fields: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(CheckpointRejected, match=r"run/step-00000003/manifest\.json: "):
+    assert parse(changed(), WHERE) == MANIFEST
+    with pytest.raises(CheckpointRejected, match=rf"run/step-00000003/manifest\.json: .*{words}"):
         parse(changed(**fields), WHERE)
-
-
-def test_an_unknown_format_is_rejected_and_said_to_be_one() -> None:
-    with pytest.raises(
-        CheckpointRejected, match=r"format: expected 'instep-checkpoint/1'.* got 'instep-checkpoint/3'"
-    ):
-        parse(changed(format="instep-checkpoint/3"), WHERE)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +154,6 @@ def test_json_with_a_trick_in_it_is_rejected(data: bytes) -> None:
         parse(data, WHERE)
 
 
-def test_nesting_beyond_the_bound_is_rejected() -> None:
-    nested: Any = 0
-    for _ in range(200):
-        nested = [nested]
-    with pytest.raises(CheckpointRejected, match="at most 32 levels"):
-        parse(changed(extra={"a": nested}), WHERE)
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -202,16 +161,12 @@ def test_nesting_beyond_the_bound_is_rejected() -> None:
         ({"extra": {"rng": object()}}, r"extra\.rng"),
         ({"extra": {"a": {1: 2}}}, r"extra\.a"),
         ({"step": -1}, "step"),
+        ({"extra": {"a": "x" * MAX_BYTES}}, "at most 16777216 bytes"),
     ],
 )
 def test_what_could_not_be_read_back_is_not_written(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        replace(MANIFEST, **fields)
-
-
-def test_a_manifest_too_long_to_be_read_is_not_written() -> None:
-    with pytest.raises(ValueError, match="at most 16777216 bytes"):
-        replace(MANIFEST, extra={"a": "x" * MAX_BYTES}).to_bytes()
+        replace(MANIFEST, **fields).to_bytes()
 
 
 def test_canonical_json_does_not_depend_on_the_order_of_keys() -> None:

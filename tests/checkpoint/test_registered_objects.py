@@ -89,19 +89,6 @@ def test_a_schedule_goes_on_as_it_would_have(name: str) -> None:
     assert options_of(fresh, 8) == options_of(objects, 8)
 
 
-def test_a_schedule_of_a_learning_rate_in_a_tensor_goes_on_too() -> None:
-    def made() -> dict[str, Any]:
-        model = nn.Linear(2, 2)
-        optimizer = SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
-        return {"model": model, "optimizer": optimizer, "schedule": SCHEDULES["SequentialLR"](optimizer)}
-
-    objects, fresh = made(), made()
-    options_of(objects, 4)
-    Elsewhere.of(Registered(objects).state()).restore(Registered(fresh).state())
-    found = options_of(fresh, 8)
-    assert found == options_of(objects, 8) and len(set(found)) > 4
-
-
 class Holds:
     """An object whose state is ``value``."""
 
@@ -124,16 +111,11 @@ def moved(value: Any, fresh: Any = None) -> Any:
 
 
 VALUES = [
-    {"b": 1, "a": [True, None, -0.0, "x", 2**70], "c": {}},
-    (1, (2.5, [()])),
     {2: "two", "2": 2, None: 0, (2, 3): (), True: 5.0},
     {"$float": "inf", "$tuple": [1]},
     Counter({2: 3, 5: 1}),
     OrderedDict([("z", 1), ("a", (2,))]),
-    [1e-320, 0.1 + 0.2, float("inf"), -float("inf")],
-    {},
-    [],
-    None,
+    [1e-320, 2**70, -float("inf")],
 ]
 
 
@@ -205,6 +187,12 @@ class Color(Enum):
     RED = 1
 
 
+def endless() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
 class Text(str):
     """A subclass that has no data of its own."""
 
@@ -233,18 +221,12 @@ class Text(str):
         ({"0": torch.zeros(1), 0: torch.zeros(1)}, r"it/0: expected one tensor there, got two"),
         ([0.0] * 300_000, r"'it': expected at most 262144 values"),
         (["x" * 300_000], r"'it': expected at most 262144 values"),
+        (endless(), "expected at most 12 levels"),
     ],
 )
 def test_what_is_neither_data_nor_a_tensor_is_refused_when_it_is_registered(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Registered({"it": Holds(value)})
-
-
-def test_a_state_that_has_no_end_is_refused() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(ValueError, match="expected at most 12 levels"):
-        Registered({"it": Holds(endless)})
 
 
 def test_the_deepest_state_fits_into_a_manifest() -> None:

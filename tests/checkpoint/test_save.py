@@ -1,23 +1,40 @@
-"""Saving: whatever happens meanwhile, the newest checkpoint that verifies is the old one or the new one."""
+"""Saving, at once and in the background: the newest checkpoint that verifies is the old or the new one."""
 
 from __future__ import annotations
 
 import errno
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from instep.checkpoint import files, load
+from instep.checkpoint import background, files, load
+from instep.checkpoint import save as saving
+from instep.checkpoint.background import Saver
 from instep.checkpoint.load import verify
-from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE, prune
-from instep.errors import CheckpointRejected
-from tests.checkpoint.states import OPTIONS, save, save_steps, state, whole_step
+from instep.checkpoint.save import MODEL_FILE, OPTIMIZER_FILE
+from instep.errors import CheckpointRejected, PeerLost
+from instep.net.peers import own_peer
+from instep.net.process_group import Group
+from tests.checkpoint.disk import Killed
+from tests.checkpoint.states import (
+    OPTIONS,
+    all_bits,
+    drafted,
+    layout_of,
+    read_tensors,
+    save,
+    save_steps,
+    state,
+    whole_step,
+)
 
 OLD, NEW = (1, 2), 3
 
@@ -47,44 +64,27 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert manifest.versions["torch"] == torch.__version__
 
 
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def in_the_background(directory: Path, **arguments: Any) -> Path:
+    saver = Saver()
+    saver.save(directory, *drafted(**arguments))
+    saver.close()
+    assert saver.last is not None
+    return saver.last
 
 
-def test_a_system_that_refuses_the_bytes_is_quoted_with_the_path(before: Path) -> None:
-    big = {**state(NEW), "model": {"weight": torch.ones(1 << 20)}}
-    with (
-        file_size_limit(1 << 18),
-        pytest.raises(OSError, match=r"\.step-00000003.*model\.safetensors") as caught,
-    ):
-        save(before, **big)
-    assert caught.value.errno == errno.EFBIG
-    assert sorted(os.listdir(before))[1:] == ["step-00000001", "step-00000002"]
-    assert whole_step(before) == OLD[-1]
+WAYS = pytest.mark.parametrize("save", [save, in_the_background])
 
 
-def test_a_read_only_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, mode: int = 0o777) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(OSError, match=r"Read-only file system.*step-00000007"):
-        save(tmp_path, **state(7))
-
-
-def test_the_same_state_at_the_same_step_counts_as_saved(tmp_path: Path) -> None:
-    first, second = save_steps(tmp_path, 1), save_steps(tmp_path, 1)
-    assert first == second
-    assert save(tmp_path, **{**state(1), "world_size": 64}) == first[0]
-    assert os.listdir(tmp_path) == ["step-00000001"]
+@WAYS
+def test_the_same_state_at_the_same_step_counts_as_saved(tmp_path: Path, save: Callable[..., Path]) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    written = (path / "manifest.json").stat().st_mtime_ns
+    assert save(tmp_path, **{**state(1), "world_size": 64}) == path
+    assert os.listdir(tmp_path) == [path.name]
+    assert (path / "manifest.json").stat().st_mtime_ns == written
 
 
+@WAYS
 @pytest.mark.parametrize(
     "other",
     [
@@ -96,7 +96,9 @@ def test_the_same_state_at_the_same_step_counts_as_saved(tmp_path: Path) -> None
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_another_state_at_a_saved_step_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_another_state_at_a_saved_step_is_refused(
+    tmp_path: Path, other: dict[str, Any], save: Callable[..., Path]
+) -> None:
     save_steps(tmp_path, 1)
     with pytest.raises(FileExistsError, match="step-00000001"):
         save(tmp_path, **{**state(1), **other})
@@ -113,12 +115,6 @@ def test_a_damaged_checkpoint_of_the_step_is_kept_under_another_name(tmp_path: P
     assert (tmp_path / aside / MODEL_FILE).read_bytes() == b"damaged"
 
 
-def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        save(tmp_path, **state(step), keep=3)
-    assert step_names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
-
-
 def test_a_step_that_is_there_already_cleans_up_like_one_that_was_written(before: Path) -> None:
     """The writer died after it had published the checkpoint, and before it deleted what was too much."""
     save_steps(before, NEW)
@@ -129,27 +125,14 @@ def test_a_step_that_is_there_already_cleans_up_like_one_that_was_written(before
     assert step_names(before) == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("keep", [-1, 0, 1])
-def test_fewer_than_two_cannot_be_kept(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match=f"expected keep of at least 2, got {keep}"):
-        save(tmp_path, **state(1), keep=keep)
-
-
 def test_damaged_ones_do_not_count_among_the_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     flip(tmp_path / "step-00000003" / MODEL_FILE, -1)
-    (tmp_path / "step-00000002" / OPTIMIZER_FILE).unlink()
+    (tmp_path / "step-00000002" / OPTIMIZER_FILE).write_bytes(b"cut off")
     save(tmp_path, **state(4), keep=2)
     assert step_names(tmp_path) == [files.step_name(step) for step in (1, 2, 3, 4)]
     save(tmp_path, **state(5), keep=2)
     assert step_names(tmp_path) == ["step-00000004", "step-00000005"]
-
-
-def test_a_cut_file_further_back_does_not_count_either(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3)
-    os.truncate(tmp_path / "step-00000002" / OPTIMIZER_FILE, 100)
-    save(tmp_path, **state(4), keep=3)
-    assert step_names(tmp_path) == [files.step_name(step) for step in (1, 2, 3, 4)]
 
 
 def test_only_directories_with_our_manifest_are_pruned_and_no_link_is_followed(tmp_path: Path) -> None:
@@ -172,11 +155,6 @@ def test_the_checkpoint_just_saved_is_never_pruned_for_newer_ones(tmp_path: Path
     assert [step for step, _ in files.step_directories(tmp_path)] == [12, 11, 10, 5, 2]
 
 
-def test_pruning_reports_what_it_deleted(tmp_path: Path) -> None:
-    paths = [save(tmp_path, **state(step), keep=9) for step in (1, 2, 3, 4)]
-    assert prune(paths[-1], keep=2) == [paths[1], paths[0]]
-
-
 def test_a_disk_that_returns_other_bytes_than_written_costs_no_old_checkpoint(
     before: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,3 +173,267 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No save writes anything before this is set."""
+    opened, write = threading.Event(), saving.write
+
+    def write_later(*args: Any) -> Path:
+        assert opened.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write", write_later)
+    yield opened
+    opened.set()
+
+
+def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    live, saver, extra = state(7), Saver(), {"list": [1]}
+    saver.save(tmp_path, *drafted(**live, extra=extra))
+    for tensor in (*live["model"].values(), *live["optimizer"].values()):
+        tensor.fill_(99.0)
+    live["numerical"]["optim.lr"] = 2.0
+    extra["list"].append(2)
+    gate.set()
+    saver.close()
+    assert whole_step(tmp_path) == 7
+    assert saver.last == tmp_path / "step-00000007"
+    assert load.verify(saver.last).extra == {"list": [1], "optimizer": OPTIONS}
+
+
+def test_a_directory_that_was_removed_since_does_not_come_back(tmp_path: Path, gate: threading.Event) -> None:
+    run = tmp_path / "run"
+    saver = Saver()
+    saver.save(run / "checkpoints", *drafted(**state(7)))
+    shutil.rmtree(run)
+    gate.set()
+    with pytest.raises(FileNotFoundError, match="saving step 7 in the background"):
+        saver.close()
+    assert not run.exists()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
+    saver = Saver()
+    saver.save(tmp_path, *drafted(**state(1)))
+    timer, land = threading.Timer(0.2, gate.set), saver._land
+    with patch.object(saver, "_land", lambda timeout_s: (timer.start(), land(timeout_s))):
+        saver.save(tmp_path, *drafted(**state(2)))
+    timer.join()
+    assert whole_step(tmp_path) >= 1  # the first is whole before the second begins
+    saver.close()
+    assert whole_step(tmp_path) == 2
+
+
+def test_saves_one_after_the_other_use_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, write = [], saving.write
+
+    def look(directory: Path, draft: Any, plan: Any, keep: int, wait: Any) -> Path:
+        seen.append([shard.tensor.data_ptr() for shard in plan.shards])
+        return write(directory, draft, plan, keep, wait)
+
+    monkeypatch.setattr(saving, "write", look)
+    saver = Saver()
+    for step in (1, 2, 3):
+        saver.save(tmp_path, *drafted(**state(step)))
+    larger = {"weight": torch.randn(1 << 12)}
+    saver.save(tmp_path, *drafted(**{**state(4), "model": larger}))
+    saver.close()
+    assert seen[0] == seen[1] == seen[2]
+    assert {address % 64 for address in seen[0]} == {0}
+    assert saver.last is not None and all_bits(read_tensors(saver.last, MODEL_FILE)) == all_bits(larger)
+
+
+def test_copies_have_the_bits_of_what_was_given_whatever_its_strides(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    odd = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)  # a nan with a payload
+    model = {"a": shared, "tied": shared, "t": torch.randn(3, 4).t(), "empty": torch.empty(0, 2), "nan": odd}
+    saver = Saver()
+    saver.save(tmp_path, *drafted(**{**state(1), "model": model}))
+    saver.close()
+    assert saver.last is not None
+    read = read_tensors(saver.last, MODEL_FILE, layout_of(model))
+    assert all_bits(read) == all_bits(model)
+    assert read["a"] is read["tied"]
+
+
+CALLS: dict[str, Callable[[Saver, Path], object]] = {
+    "check": lambda saver, _: saver.check(),
+    "save": lambda saver, path: saver.save(path, *drafted(**state(4))),
+    "close": lambda saver, _: saver.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_comes_out_of_the_next_call_with_the_step_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    saver = Saver()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        saver.save(tmp_path, *drafted(**state(3)))
+        landed(saver)
+    with pytest.raises(OSError, match=r"No space left on device, saving step 3 .*manifest\.json") as caught:
+        CALLS[call](saver, tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    saver.check()
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+    saver.save(tmp_path, *drafted(**state(4)))
+    saver.close()
+    assert whole_step(tmp_path) == 4
+
+
+def full(fd: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def landed(saver: Saver) -> None:
+    """Wait until the save in flight has ended, without hearing how."""
+    assert saver._flight is not None
+    assert saver._flight.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"keep": 1}, "expected keep of at least 2"),
+        ({"step": -1}, "step: expected"),
+        ({"extra": {"x": object()}}, r"extra\.x: expected"),
+        ({"model": {"w": torch.eye(2).to_sparse()}}, "w: expected a dense tensor"),
+    ],
+)
+def test_a_mistake_in_the_call_is_raised_by_the_call(
+    tmp_path: Path, change: dict[str, Any], error: str
+) -> None:
+    saver = Saver()
+    given = {**state(1), **change}
+    keep = given.pop("keep", 3)
+    with pytest.raises(ValueError, match=error):
+        saver.save(tmp_path, *drafted(**given), keep)
+    saver.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_closing_waits_no_longer_than_told_and_can_be_tried_again(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    saver = Saver(timeout_s=0.01)
+    saver.save(tmp_path, *drafted(**state(1)))
+    saver.check()  # has not ended: nothing to tell
+    for call in (saver.close, lambda: saver.save(tmp_path, *drafted(**state(2)))):
+        with pytest.raises(TimeoutError, match=r"expected the save of step 1 to end within 0\.01 s"):
+            call()
+    gate.set()
+    saver.close(30)
+    saver.close()
+    assert whole_step(tmp_path) == 1
+
+
+def test_a_save_begun_before_ranks_met_anew_and_one_begun_since_both_count(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    # A rank was added after step 1, whose save went on; the new ranks saw no checkpoint, and saved it too.
+    savers = Saver(), Saver()
+    for saver in savers:
+        saver.save(tmp_path, *drafted(**state(1)))
+    gate.set()
+    for saver in savers:
+        saver.close(30)
+        assert saver.last == tmp_path / "step-00000001"
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def test_a_rank_that_is_gone_ends_the_wait_for_its_part_at_once(tmp_path: Path) -> None:
+    # Killed in the summary with a divided state, it was waited for until the deadline, and the disk blamed.
+    table = own_peer(0), own_peer(1)
+    group = SimpleNamespace(size=2, peers=SimpleNamespace(table=table, dead=lambda: [1]))
+    saver, over = Saver(timeout_s=30), threading.Event()
+
+    def write(flight: background._Flight) -> Path:
+        assert over.wait(60)
+        return tmp_path
+
+    saver._start(background._Flight(tmp_path, 24, write, cast(Group, group)))
+    try:
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid .* died before its part of the save of step 24"):
+            saver.close()
+    finally:
+        over.set()
+    saver.close()
+
+
+def test_the_wait_for_the_save_before_beats_while_that_goes_on(tmp_path: Path, gate: threading.Event) -> None:
+    """A disk may need minutes for it; and a thread that hangs must not look as if it went on."""
+    beats: list[int] = []
+    flight = background._Flight(tmp_path, 1, lambda own: _beat_twice(own, gate))
+    flight.start()
+    while flight.beats < 1:
+        os.sched_yield()
+    assert not flight.wait(0.01, lambda: beats.append(1))
+    assert beats == []  # nothing has happened meanwhile
+    gate.set()
+    assert flight.wait(30, lambda: beats.append(1))
+    assert beats == [1]
+
+
+def _beat_twice(flight: background._Flight, gate: threading.Event) -> Path:
+    flight.beat()
+    gate.wait()
+    flight.beat()
+    return Path()
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, float]]:
+    """What would be called at the exit of the interpreter; the process ends by raising ``Killed``."""
+    registered: list[tuple[Any, float]] = []
+
+    def end(code: int) -> None:
+        assert code == 1
+        raise Killed
+
+    monkeypatch.setattr(background.atexit, "register", lambda *call: registered.append(call))
+    monkeypatch.setattr(background.os, "_exit", end)
+    return registered
+
+
+def test_at_exit_what_is_in_flight_may_end_and_what_hangs_is_left(
+    tmp_path: Path,
+    gate: threading.Event,
+    at_exit: list[tuple[Any, float]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saver = Saver()
+    saver.save(tmp_path, *drafted(**state(1)))
+    ((leave, grace_s),) = at_exit
+    with pytest.raises(Killed):
+        leave(0.01)
+    assert capsys.readouterr().err == f"{tmp_path}: the save of step 1: still writes after 0.01 s\n"
+    gate.set()
+    leave(grace_s)
+    assert whole_step(tmp_path) == 1
+    assert capsys.readouterr().err == ""
+    saver.close()
+
+
+def test_at_exit_an_error_that_nobody_asked_for_is_said(
+    tmp_path: Path,
+    at_exit: list[tuple[Any, float]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "write", full)
+    saver = Saver()
+    saver.save(tmp_path, *drafted(**state(1)))
+    landed(saver)
+    monkeypatch.undo()
+    ((leave, grace_s),) = at_exit
+    leave(grace_s)
+    assert "the save of step 1: " in (said := capsys.readouterr().err)
+    assert "No space left on device" in said
