@@ -14,7 +14,7 @@ from instep.run.toml import to_toml
 from tests.launched.command import train
 
 STEPS = 8
-LONG = 48  # steps: with them slowed down, enough for a signal to arrive, and for new ranks to be ready
+LONG = 48  # steps: with them slowed down, enough for a signal to arrive
 SLOWLY = ("--fault", f"slow:rank=0,phase=data,step=1,steps={LONG},seconds=0.1")  # no load, and no other bits
 
 
@@ -36,18 +36,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, recipe: tuple[str, ...
     ended = train(*recipe, "-n", 1, "--run-dir", path / "run", cwd=path)
     assert ended.code == 0, ended.err
     return path / "run"
-
-
-@pytest.fixture(scope="session")
-def longer(
-    recipe: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[tuple[object, ...], Path]:
-    """The flags of a run that is long enough to be met on its way, and the run that nothing disturbed."""
-    flags = (*recipe, "--steps", LONG, "--checkpoint.every", 5)
-    path = tmp_path_factory.mktemp("longer")
-    ended = train(*flags, "-n", 1, "--run-dir", path / "run", cwd=path)
-    assert ended.code == 0, ended.err
-    return flags, path / "run"
 
 
 @pytest.fixture(scope="session")

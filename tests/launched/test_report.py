@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,28 +77,6 @@ def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...
     assert story["run"]["world_size"] == 1 and [line["world_size"] for line in story["starts"]] == [2, 1]
     assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0]
     assert re.fullmatch(r"rank 1 took part until step \d+: .*", story["run"]["notes"][-1])
-
-
-def test_a_run_that_kept_no_trace_is_told_by_its_books(recipe: tuple[str, ...], tmp_path: Path) -> None:
-    ended = train(*recipe, "--record.events", 0, "-n", 1, "--run-dir", "run", cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    assert not (tmp_path / "run" / "trace").exists()
-    story, said = report(tmp_path / "run", tmp_path / "out")
-    assert story["run"]["state"] == "finished" and story["curves"]["steps"] == [*range(STEPS)]
-    assert "note   there is no trace in trace/: the run kept none (--record.events 0)" in said.out
-
-
-def test_a_run_that_stopped_half_way_with_a_torn_and_a_lost_file(
-    half_way: Callable[[], Path], tmp_path: Path
-) -> None:
-    path = half_way()
-    os.truncate(path / "trace" / "rank-00000.ring", 20_000)
-    (path / "trace" / "rank-00001.ring").unlink()
-    story, _ = report(path, tmp_path / "out")
-    assert [note.split(":")[0] for note in story["run"]["notes"]] == [
-        f"the run ended early, after {STEPS // 2} of {STEPS} steps", "rank-00000.ring is truncated",
-        "no trace of rank 1",
-    ]  # fmt: skip
 
 
 def test_a_run_that_is_resumed_after_its_last_step_says_so_and_stays_as_it_was(
