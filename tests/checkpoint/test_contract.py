@@ -89,12 +89,6 @@ def test_a_switch_of_torch_is_a_field_of_its_own(switch: Any, name: str, values:
     assert describe(config={}, threads=1, device="cpu") == before
 
 
-def test_kernel_libraries_are_named_with_their_builds() -> None:
-    fields = describe(config={}, threads=1, device="cpu")
-    assert str(fields["libraries.onednn"])[:1] == "v"
-    assert f"Version {fields['libraries.mkl']}" in torch.__config__.show()
-
-
 def test_a_changed_layer_is_refused_by_name() -> None:
     def fields(*layers: nn.Module) -> dict[str, Any]:
         return describe(config={}, threads=1, device="cpu", module=nn.Sequential(*layers))

@@ -11,13 +11,9 @@ when it begins differs, and with it what it does:
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -25,12 +21,10 @@ from instep.checkpoint import files
 from instep.checkpoint.load import verify
 from instep.checkpoint.save import MODEL_FILE
 from instep.errors import CheckpointRejected
-from instep.launch.launch import warm
-from tests.checkpoint.disk import NEVER, Disk, Killed
+from tests.checkpoint.disk import Disk, Killed
 from tests.checkpoint.states import save, save_steps, state, whole_step
 
 OLD, NEW = (1, 2), 3
-ENDED_S = 30
 
 
 def prune(directory: Path) -> None:
@@ -151,55 +145,3 @@ def test_what_save_returned_survives_a_power_cut(before: Path) -> None:
         save_new(before)
     disk.cut_power(before)
     assert whole_step(before) == NEW
-
-
-class DeadlyDisk(Disk):
-    """The kernel ends the process at the fatal operation."""
-
-    def die(self) -> NoReturn:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("survived SIGKILL")
-
-
-def save_and_die(directory: Path, number: int) -> None:
-    with DeadlyDisk(directory, fail_at=number, killed=True).mounted():
-        save_new(directory)
-
-
-@pytest.fixture
-def in_a_process() -> Iterator[Callable[[Path, int], int | None]]:
-    """Run ``save_and_die`` in a process of its own; its exit code."""
-    warm("pytest")
-    context = multiprocessing.get_context("forkserver")
-    started = []
-
-    def run(directory: Path, number: int) -> int | None:
-        process = context.Process(target=save_and_die, args=(directory, number))
-        started.append(process)
-        process.start()
-        process.join(ENDED_S)
-        return process.exitcode
-
-    yield run
-    for process in started:
-        process.kill()
-        process.join()
-        process.close()
-
-
-def test_a_real_process_that_is_killed_leaves_a_whole_state_and_no_lock(
-    tmp_path: Path, in_a_process: Callable[[Path, int], int | None]
-) -> None:
-    prune(tmp_path / "before")
-    counting = copy_of(tmp_path / "before", "counting")
-    with Disk(counting).mounted() as counted:
-        save_new(counting)
-    names = [name for name, _ in counted.story]
-    moments = {names.index("save_file"), names.index("rename"), len(names) - 1 - names[::-1].index("rename")}
-    for number in sorted(moments):
-        copy = copy_of(tmp_path / "before", number)
-        assert in_a_process(copy, number) == -signal.SIGKILL
-        assert whole_step(copy) == (OLD[-1] if number < max(moments) else NEW)
-        assert temporary(copy) != []
-        assert_the_next_save_works_and_cleans_up(copy)
-    assert in_a_process(tmp_path / "before", NEVER) == 0

@@ -12,12 +12,7 @@ from torch.optim import SGD, AdamW
 
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.state import TrainingState
-from instep.mesh.mesh import Mesh
-from instep.replicate.wrapper import DataParallel
-from instep.shard.fully import fully_shard
-from instep.shard.optimizer import ShardedOptimizer
 from instep.state.shards import Shard
-from tests.world import world
 
 
 class Net(nn.Module):
@@ -166,29 +161,3 @@ def test_a_group_that_is_added_is_in_the_list_of_the_next_state() -> None:
     state = registered.state()
     assert_as_new(state)
     assert "optimizer:momentum_buffer/last.bias" in [x.name for x in state.hashed()]
-
-
-@world(2)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_ranks_that_part_and_meet_again_list_what_they_hold_then(mesh: Mesh, stage: int) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 2))
-    model = (
-        fully_shard(net, stage=stage, process_group=mesh)
-        if stage > 1
-        else DataParallel(net, process_group=mesh)
-    )
-    optimizer = (
-        ShardedOptimizer(model.parameters(), AdamW, process_group=mesh)
-        if stage == 1
-        else AdamW(model.parameters())
-    )
-    registered = Registered({"model": model, "optimizer": optimizer})
-    state = registered.state()
-    for _ in range(2):
-        assert_as_new(state)
-        step(model, optimizer)
-    assert_as_new(state)
-    registered.leave()
-    registered.join(mesh)
-    assert_as_new(registered.state())

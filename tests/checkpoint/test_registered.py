@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -18,20 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from instep.checkpoint import save as saving
 from instep.checkpoint.convert import to_safetensors
-from instep.checkpoint.image import StateImage, copied, num_bytes, send, source_of
-from instep.checkpoint.load import newest, restore, restore_found
+from instep.checkpoint.load import newest, restore_found
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.tensors import contents
-from instep.errors import CheckpointRejected, ReplicasDiffer
+from instep.errors import CheckpointRejected
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.state.replicas import compare_replicas
-from instep.state.shards import without_ties
-from instep.state.stored import (
-    shards_to_json,
-)
 from tests.checkpoint.elsewhere import Elsewhere
 from tests.checkpoint.registry import KINDS, Average, Net, hash_of, train
 from tests.checkpoint.states import all_bits
@@ -81,72 +74,6 @@ def test_what_some_ranks_have_saved_goes_on_on_others_with_the_same_bits(tmp_pat
     expected(kind)
     world(2)(train_and_save)(kind=kind, directory=tmp_path)
     world(3)(load_and_go_on)(kind=kind, directory=tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["gan", "averages"])
-@world(3)
-def test_a_rank_that_has_everything_sends_it_to_the_others(mesh: Mesh, kind: str) -> None:
-    objects = KINDS[kind](mesh, "a")
-    train(objects, range(2))
-    state, group = Registered(objects).state(), mesh.world.group
-    assert not state.is_divided
-    shards, said = [], b""
-    if mesh.rank == 0:
-        shards = without_ties(state.shards(), state.ties())
-        body = {"rows": shards_to_json(shards), "ties": state.ties(), "options": state.options()}
-        said = json.dumps(body).encode()
-    else:
-        _spoil(objects)
-    image = send(group, 0, shards, said, "the test")
-    if mesh.rank:
-        restore(state, *source_of([image]), 2, None)
-    state.settled()
-    train(objects, range(2, 4))
-    assert hash_of(objects, 4) == expected(kind)[1]
-    assert Registered(objects).digest() == expected(kind)[2]
-
-
-def copy_to_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
-    objects = KINDS[kind](mesh, "a")
-    train(objects, range(2))
-    state = Registered(objects).state()
-    own = without_ties(state.owned(), state.ties())
-    memory = torch.zeros(num_bytes(own), dtype=torch.uint8)
-    copied(own, memory)
-    body = {"rows": shards_to_json(own), "ties": state.ties(), "options": state.options()}
-    copies[mesh.rank] = json.dumps(body).encode(), memory
-    mesh.world.group.barrier("the test")
-
-
-def take_from_memory(mesh: Mesh, kind: str, copies: dict[int, Any]) -> None:
-    objects = KINDS[kind](mesh, "other")
-    source, options = source_of([StateImage.opened(*copies[rank]) for rank in sorted(copies)])
-    restore(Registered(objects).state(), source, options, 2, None)
-    train(objects, range(2, 4))
-    assert hash_of(objects, 4) == expected(kind)[1]
-
-
-@pytest.mark.parametrize("kind", ["sharded optimizers", "one model in slices"])
-def test_copies_in_memory_of_all_ranks_are_the_state_for_any_others(kind: str) -> None:
-    expected(kind)
-    copies: dict[int, Any] = {}
-    world(3)(copy_to_memory)(kind=kind, copies=copies)
-    world(2)(take_from_memory)(kind=kind, copies=copies)
-
-
-def _spoil(objects: dict[str, Any]) -> None:
-    """As on a rank that has begun anew."""
-    with torch.no_grad():
-        for x in objects.values():
-            if isinstance(x, nn.Module):
-                for p in x.parameters():
-                    p.zero_()
-            elif isinstance(x, torch.optim.Optimizer):
-                x.state.clear()
-            elif isinstance(x, Average):
-                x.__init__()  # type: ignore[misc]
-    for counter in Registered(objects).counters().values():
-        counter.next_step = 7
 
 
 def test_one_model_and_one_optimizer_have_the_state_that_they_have_without_names() -> None:
@@ -258,16 +185,6 @@ def test_a_compiled_wrapper_is_the_wrapper() -> None:
     plain = Registered({"model": wrapped})
     assert [x.name for x in compiled.state().shards()] == [x.name for x in plain.state().shards()]
     assert compiled.declared_steps() == plain.declared_steps() == {"model": 0}
-
-
-@world(3)
-def test_an_object_that_is_another_on_one_rank_is_named(mesh: Mesh) -> None:
-    objects = KINDS["averages"](mesh, "a")
-    train(objects, range(1))
-    if mesh.rank == 1:
-        objects["average"].values["first.bias"][3] += 1
-    with pytest.raises(ReplicasDiffer, match=r"rank 1 holds .*'average/values/first\.bias'"):
-        compare_replicas(Registered(objects).state().hashed(), 1, mesh.world.group)
 
 
 def test_tensors_of_objects_have_a_file_of_their_own(tmp_path: Path) -> None:

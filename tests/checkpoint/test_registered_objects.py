@@ -52,16 +52,6 @@ SCHEDULES: dict[str, Callable[[SGD], LRScheduler]] = {
 }
 
 
-def test_every_schedule_of_torch_is_among_them() -> None:
-    known = {name for name in vars(schedulers) if isinstance(getattr(schedulers, name), type)}
-    of_torch = {
-        name
-        for name in known
-        if issubclass(getattr(schedulers, name), LRScheduler) and not name.startswith("_")
-    }
-    assert of_torch - {"LRScheduler"} <= set(SCHEDULES)
-
-
 def scheduled(name: str) -> dict[str, Any]:
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -318,14 +308,3 @@ def test_an_error_of_load_state_dict_says_whose_it_was() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         there.restore(Registered({"it": Fails(1)}).state())
     assert caught.value.__notes__ == ["in load_state_dict() of the registered object 'it'"]
-
-
-def test_the_digest_is_of_objects_and_of_no_weights() -> None:
-    model, counter = nn.Linear(2, 2), Holds(1)
-    registered = Registered({"model": model, "counter": counter})
-    before = registered.digest()
-    with torch.no_grad():
-        model.weight.zero_()
-    assert registered.digest() == before
-    counter.value = 2
-    assert registered.digest() != before

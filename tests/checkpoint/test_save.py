@@ -299,27 +299,6 @@ def landed(saver: Saver) -> None:
     assert saver._flight.wait(30)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"keep": 1}, "expected keep of at least 2"),
-        ({"step": -1}, "step: expected"),
-        ({"extra": {"x": object()}}, r"extra\.x: expected"),
-        ({"model": {"w": torch.eye(2).to_sparse()}}, "w: expected a dense tensor"),
-    ],
-)
-def test_a_mistake_in_the_call_is_raised_by_the_call(
-    tmp_path: Path, change: dict[str, Any], error: str
-) -> None:
-    saver = Saver()
-    given = {**state(1), **change}
-    keep = given.pop("keep", 3)
-    with pytest.raises(ValueError, match=error):
-        saver.save(tmp_path, *drafted(**given), keep)
-    saver.close()
-    assert os.listdir(tmp_path) == []
-
-
 def test_closing_waits_no_longer_than_told_and_can_be_tried_again(
     tmp_path: Path, gate: threading.Event
 ) -> None:
@@ -420,20 +399,3 @@ def test_at_exit_what_is_in_flight_may_end_and_what_hangs_is_left(
     assert whole_step(tmp_path) == 1
     assert capsys.readouterr().err == ""
     saver.close()
-
-
-def test_at_exit_an_error_that_nobody_asked_for_is_said(
-    tmp_path: Path,
-    at_exit: list[tuple[Any, float]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "write", full)
-    saver = Saver()
-    saver.save(tmp_path, *drafted(**state(1)))
-    landed(saver)
-    monkeypatch.undo()
-    ((leave, grace_s),) = at_exit
-    leave(grace_s)
-    assert "the save of step 1: " in (said := capsys.readouterr().err)
-    assert "No space left on device" in said

@@ -18,20 +18,8 @@ from instep.errors import CheckpointRejected
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import full_state_dict, fully_shard
 from instep.shard.optimizer import ShardedOptimizer
-from instep.state.homes import unwrapped
 from tests.checkpoint.nets import OPTIMIZERS, Net, made, train, whole_hash
 from tests.checkpoint.states import all_bits, bits
-
-
-class Wrapper(nn.Module):
-    """Like a data-parallel wrapper: everything it has is in ``module``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -81,17 +69,6 @@ def test_groups_keep_their_own_options(tmp_path: Path) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.001]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-
-
-def test_a_submodule_called_module_does_not_make_a_wrapper() -> None:
-    class Headed(Wrapper):
-        def __init__(self) -> None:
-            super().__init__(nn.Linear(2, 2))
-            self.head = nn.Linear(2, 1)
-
-    headed = Headed()
-    assert unwrapped(headed) is headed
-    assert unwrapped(headed.module) is headed.module
 
 
 def test_state_of_another_dtype_than_its_parameter_keeps_its_bits(tmp_path: Path) -> None:

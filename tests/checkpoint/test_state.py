@@ -69,18 +69,6 @@ def test_what_an_optimizer_keeps_and_no_state_can_carry_is_refused(
         Elsewhere.of(training_state(model, optimizer))
 
 
-def test_ties_are_listed_once_and_the_order_is_the_same_every_time() -> None:
-    model, optimizer = made(0)
-    train(model, optimizer, range(1))
-    state = training_state(model, optimizer)
-    names = [shard.name for shard in state.shards()]
-    assert "model:first.weight" in names and "model:second.weight" not in names
-    assert state.ties() == {"second.weight": "first.weight"}
-    train(model, optimizer, range(1, 2))
-    assert [shard.name for shard in state.shards()] == names
-    assert [shard.name for shard in training_state(model, optimizer).shards()] == names
-
-
 def test_shards_are_live_and_those_of_the_hash_come_first_in_its_order() -> None:
     model, optimizer = made(0, OPTIMIZERS["adam, amsgrad, tensor lr"])
     train(model, optimizer, range(1))
@@ -107,17 +95,6 @@ def test_restoring_keeps_the_memory_of_parameters_and_moments() -> None:
     after = state.shards()
     assert [shard.tensor.data_ptr() for shard in after] == before
     assert [bits(shard.tensor.flatten()) for shard in after] == [bits(x) for x in there.values.values()]
-
-
-def test_moments_that_have_to_be_made_are_aligned() -> None:
-    model, optimizer = made(0)
-    train(model, optimizer, range(1))
-    there = Elsewhere.of(training_state(model, optimizer))
-    other, fresh = made(1)
-    there.restore(training_state(other, fresh))
-    moments = [x for state in fresh.state.values() for x in state.values()]
-    assert len(moments) == 15  # three of each parameter that has a gradient
-    assert {x.data_ptr() % 64 for x in moments} == {0}
 
 
 def test_what_was_read_changes_nothing_before_it_is_put() -> None:

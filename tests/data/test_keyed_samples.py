@@ -211,10 +211,3 @@ def kept_apart(rows: list[Any]) -> Any:
 )
 def test_what_may_run_code_of_the_user_s_is_keyed(dataset: Any) -> None:
     assert not is_plain(dataset)
-
-
-def test_noise_in_a_class_of_one_s_own_is_the_same_on_any_ranks() -> None:
-    one, other = (Loader(OwnRows(torch.zeros(16)), 8, 2) for _ in range(2))
-    first = torch.cat(read_step(one, 1))
-    torch.manual_seed(3)
-    assert torch.equal(first, torch.cat(read_step(other, 2)))

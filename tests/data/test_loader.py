@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from multiprocessing import get_context
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -34,7 +33,6 @@ from instep.data.loader import Loader
 from instep.errors import Desync
 from instep.mesh.mesh import Mesh, build
 from instep.reduce.tree import rank_major
-from instep.replicate.threads import ThreadedReplicas
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import fully_shard, gathered
 from instep.step.micro_batches import MicroBatch
@@ -89,13 +87,6 @@ def test_every_epoch_has_each_sample_once_for_any_ranks_and_wherever_it_is_resum
     require_each_sample_once(drawn.draw)
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
-@given(st.data())
-def test_every_epoch_has_each_sample_once_in_a_thousand_cases(drawn: st.DataObject) -> None:
-    require_each_sample_once(drawn.draw)
-
-
 def require_each_sample_once(draw: Any) -> None:
     """Of drawn samples, sizes, ranks that change from step to step, epochs, and steps that are made again."""
     num_samples, arguments = drawn_arguments(draw)
@@ -143,26 +134,21 @@ def augmented(num_ranks: int, **options: Any) -> Iterator[Tensor]:
         yield torch.stack(read_step(loader, num_ranks))
 
 
-def test_what_a_data_set_draws_depends_on_seed_epoch_and_sample_alone() -> None:
-    expected = list(augmented(1))
-    for num_ranks, options in ((2, {}), (1, {"num_workers": 2})):
-        for one, other in zip(augmented(num_ranks, **options), expected, strict=True):
-            assert torch.equal(one, other)
-    drawn = {tuple(row[1:].tolist()) for row in torch.cat(expected).view(-1, 6)}
-    assert len(drawn) == 24  # other numbers in each epoch
-    assert not torch.equal(next(augmented(1, shuffle=False)), expected[0])
-
-
 def masked(rows: list[Tensor]) -> Tensor:
     return torch.stack(rows) * (torch.rand(len(rows), 1) < 0.5) + random.random()
 
 
-def test_what_is_drawn_while_samples_are_put_together_is_keyed_too() -> None:
-    expected = list(augmented(1, collate_fn=masked))
+@pytest.mark.parametrize("collate_fn", [None, masked])
+def test_what_is_drawn_to_read_samples_and_to_put_them_together_depends_on_seed_epoch_and_sample_alone(
+    collate_fn: Any,
+) -> None:
+    expected = list(augmented(1, collate_fn=collate_fn))
     for num_ranks, options in ((2, {}), (1, {"num_workers": 2})):
         random.seed(num_ranks)
-        found = augmented(num_ranks, collate_fn=masked, **options)
+        found = augmented(num_ranks, collate_fn=collate_fn, **options)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    drawn = {tuple(row[1:].tolist()) for row in torch.cat(expected).view(-1, 6)}
+    assert collate_fn or len(drawn) == 24  # other numbers in each epoch
 
 
 def test_the_generators_of_the_program_are_as_before() -> None:
@@ -209,18 +195,6 @@ def test_the_micro_batches_of_a_group_come_in_no_order_of_lengths() -> None:
     loader = Loader(lengths, 8, 4, collate_fn=whole, lengths=lengths)
     firsts = [batch[0] for _ in range(32) for batch in read_step(loader, 1)]
     assert sum(one > other for one, other in pairwise(firsts)) in range(20, 45)
-
-
-@pytest.mark.parametrize("stop", [0, 1])
-def test_a_step_that_is_given_up_reads_the_same_data_again(stop: int) -> None:
-    loader = Loader(range(20), 6, 2, collate_fn=whole)
-    first = [data for data, _ in loader.read(range(3))]
-    for i, _ in enumerate(loader.read(range(3))):
-        if i == stop:
-            break
-    assert [data for data, _ in loader.read(range(3))] == first
-    loader.advance()
-    assert [data for data, _ in loader.read(range(3))] != first
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -272,32 +246,8 @@ def train(model: Any, loader: Any, num_steps: int = 3) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def trained(mesh: Mesh, loader: Any) -> list[Tensor]:
-    """The weights of a model on ``mesh``, which is closed."""
-    model = DataParallel(filled(Dense()), process_group=mesh)
-    try:
-        return train(model, loader)
-    finally:
-        model.close()
-
-
-def step(model: DataParallel, loader: Any) -> None:
-    for micro_batch in model.micro_batches(loader):
-        model(samples()[micro_batch.index][0][None]).sum().backward()
-
-
 def expected_weights() -> list[Tensor]:
     return train(DataParallel(filled(Dense()), process_group=world_of_one()), loader_of())
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@world(3)
-def test_three_ranks_give_the_bits_of_one(mesh: Mesh, num_workers: int) -> None:
-    loader = loader_of(num_workers=num_workers)
-    for ours, one in zip(trained(mesh, loader), expected_weights(), strict=True):
-        assert torch.equal(ours, one)
-    assert loader.position == 24
-    assert loader.epoch == 1
 
 
 class Lost(Exception):
@@ -359,44 +309,31 @@ def test_sharded_ranks_read_their_turns(mesh: Mesh) -> None:
             assert torch.equal(ours, one)
 
 
-def test_replicas_that_are_threads_read_it_too() -> None:
-    replicas, loader = ThreadedReplicas(filled(Dense()), 2), loader_of()
-    optimizer = torch.optim.SGD(replicas.parameters(), lr=0.1)
-
-    def body(model: Any, micro_batch: MicroBatch) -> None:
-        x, y = micro_batch.data
-        (model(x)[:, :3] - y[:, :1]).square().mean().backward()
-
-    for _ in range(3):
-        optimizer.zero_grad()
-        replicas.micro_batches(loader, body)
-        optimizer.step()
-    for ours, one in zip(replicas.parameters(), expected_weights(), strict=True):
-        assert torch.equal(ours, one)
-
-
+@pytest.mark.parametrize(
+    ("of_rank_1", "words"),
+    [
+        (lambda: loader_at(8), r"rank 1 is at sample 8 of its data; rank 0: 0\. Read"),
+        (lambda: loader_of(14), "reads a data source with digest"),
+        (lambda: 4, r"reads a data source with digest .*or none on any"),
+    ],
+)
 @world(2)
-def test_ranks_whose_loaders_stand_elsewhere_raise(mesh: Mesh) -> None:
-    loader = loader_of()
-    if mesh.rank:
-        loader.position = 8
-    with pytest.raises(Desync, match=r"rank 1 is at sample 8 of its data; rank 0: 0\. Read"):
-        trained(mesh, loader)
-
-
-@world(2)
-def test_ranks_with_data_sets_of_other_lengths_raise(mesh: Mesh) -> None:
-    with pytest.raises(Desync, match="reads a data source with digest"):
-        trained(mesh, loader_of(13 + mesh.rank))
-
-
-@world(2)
-def test_a_rank_without_a_loader_raises(mesh: Mesh) -> None:
+def test_ranks_that_read_other_data_raise(mesh: Mesh, of_rank_1: Callable[[], Any], words: str) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    loader = loader_of() if mesh.rank else 4
-    with pytest.raises(Desync, match=r"reads a data source with digest .*or none on any"):
-        step(model, loader)
+    with pytest.raises(Desync, match=words):
+        step(model, of_rank_1() if mesh.rank else loader_of())
     model.close()
+
+
+def step(model: DataParallel, loader: Any) -> None:
+    for _ in model.micro_batches(loader):
+        model(torch.ones(1, 6)).sum().backward()
+
+
+def loader_at(position: int) -> Loader:
+    loader = loader_of()
+    loader.position = position
+    return loader
 
 
 @world(2)
@@ -464,27 +401,12 @@ def test_an_error_of_a_worker_is_raised_as_it_was(error: Exception, kind: Any, s
         Failed(error).reraise()
 
 
-class Dies(Dataset[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, i: int) -> int:
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return i
-
-
-def test_a_worker_that_dies_is_told_with_the_samples_that_were_waited_for() -> None:
-    loader = Loader(Dies(), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
-    ended = r"worker 0 \(pid \d+\) was killed by SIGKILL, in sample 5\. If memory"
-    with pytest.raises(RuntimeError, match=rf"micro-batch 1, samples 4, 5, 6, 7 of Dies: {ended}"):
-        list(loader.read([1]))
-    assert [data for data, _ in loader.read([0])] == [[0, 1, 2, 3]]  # another process reads on
-
-
-class Ends(Dies):
+class Ends(Dataset[int]):
     def __init__(self, end: Callable[[int], object]) -> None:
         self.end = end
+
+    def __len__(self) -> int:
+        return 8
 
     def __getitem__(self, i: int) -> int:
         if i == 5:
@@ -492,14 +414,23 @@ class Ends(Dies):
         return i
 
 
-@pytest.mark.parametrize("end", [os._exit, sys.exit])
-def test_a_worker_that_ends_is_told_at_once_with_its_exit_code(
-    end: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+def killed(code: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [(killed, "was killed by SIGKILL"), (os._exit, "exited with code 3"), (sys.exit, "exited with code 3")],
+)
+def test_a_worker_that_ends_is_told_at_once_with_the_samples_that_were_waited_for(
+    end: Callable[[int], object], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("instep.data.loader.LOOK_S", 0.1)
     loader = Loader(Ends(end), 8, 4, shuffle=False, num_workers=1, collate_fn=whole)
-    with pytest.raises(RuntimeError, match=r"of Ends: worker 0 .* exited with code 3, in sample 5\."):
+    ended = rf"worker 0 \(pid \d+\) {how}, in sample 5\."
+    with pytest.raises(RuntimeError, match=rf"micro-batch 1, samples 4, 5, 6, 7 of Ends: {ended}"):
         list(loader.read([1]))
+    assert [data for data, _ in loader.read([0])] == [[0, 1, 2, 3]]  # another process reads on
 
 
 class Slow(Dataset[int]):
@@ -587,39 +518,36 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
+def go_on(loader: Loader, dataset: Any = range(9), **options: Any) -> object:
+    return Loader(dataset, 2, 1, **options).load_state_dict(loader.state_dict())
+
+
+LENGTHS = {"lengths": range(9)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("make", "words"),
     [
-        ((Stream(), 2, 1), "data set with samples by number, got Stream"),
-        (((x for x in range(3)), 2, 1), "data set with samples by number, got generator"),
-        (([], 2, 1), "at least one sample, got an empty list"),
-        ((range(9), 6, 4), "got 6 and 4"),
-        ((range(9), 6, 0), "got 6 and 0"),
+        (lambda: Loader(Stream(), 2, 1), "data set with samples by number, got Stream"),
+        (lambda: Loader((x for x in range(3)), 2, 1), "data set with samples by number, got generator"),
+        (lambda: Loader([], 2, 1), "at least one sample, got an empty list"),
+        (lambda: Loader(range(9), 6, 4), "got 6 and 4"),
+        (lambda: Loader(range(9), 6, 0), "got 6 and 0"),
+        (lambda: Loader(range(9), 2, 1, seed=-1), r"expected 0 <= seed < 2\*\*64, got -1"),
+        (lambda: Loader(range(9), 2, 1, lengths=[1, 2, 3]), "lengths of 9 samples, got 3"),
+        (lambda: loader_at(-2), "position of at least 0"),
+        (lambda: go_on(Loader(range(9), 4, 2, **LENGTHS), **LENGTHS), "samples would be read twice or never"),
+        (lambda: go_on(Loader(range(9), 2, 1), range(8)), "with num_samples 9, and this one has 8"),
+        (lambda: go_on(Loader(range(9), 2, 1, seed=1)), "with seed 1, and this one has 0"),
+        (lambda: iter(loader_of()), r"not iterated over: for micro_batch in model\.micro_batches"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(arguments: Any, words: str) -> None:
+def test_what_cannot_be_dealt_out_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        Loader(*arguments)
+        make()
 
 
-def test_what_cannot_be_dealt_out_is_refused_by_options_too() -> None:
-    with pytest.raises(ValueError, match=r"expected 0 <= seed < 2\*\*64, got -1"):
-        Loader(range(9), 2, 1, seed=-1)
-    with pytest.raises(ValueError, match="lengths of 9 samples, got 3"):
-        Loader(range(9), 2, 1, lengths=[1, 2, 3])
-    with pytest.raises(ValueError, match="position of at least 0"):
-        Loader(range(9), 2, 1).position = -2
-    state = Loader(range(9), 4, 2, lengths=range(9)).state_dict()
-    with pytest.raises(ValueError, match="samples would be read twice or never"):
-        Loader(range(9), 4, 1, lengths=range(9)).load_state_dict(state)
-    state = Loader(range(9), 2, 1).state_dict()
-    with pytest.raises(ValueError, match="with num_samples 9, and this one has 8"):
-        Loader(range(8), 2, 1).load_state_dict(state)
-
-
-def test_it_is_read_in_micro_batches_and_they_take_no_other_loader() -> None:
-    with pytest.raises(TypeError, match=r"not iterated over: for micro_batch in model\.micro_batches"):
-        iter(loader_of())
+def test_micro_batches_take_no_other_loader() -> None:
     model = DataParallel(filled(Dense()), process_group=world_of_one())
     with pytest.raises(TypeError, match=r"or an instep\.Loader, got DataLoader"):
         next(model.micro_batches(torch.utils.data.DataLoader(samples())))  # type: ignore[arg-type]
@@ -638,12 +566,6 @@ def test_data_that_is_a_tuple_is_taken_apart_in_the_loop_and_nothing_else_is() -
     with pytest.raises(TypeError, match=r"got Tensor: read micro_batch\.data as it is"):
         for _ in MicroBatch(0, 1, data=torch.zeros(2)):
             pass
-
-
-def test_each_sample_is_read_as_often_as_any() -> None:
-    loader = Loader(range(7), 6, 2, collate_fn=whole)
-    counted = Counter(s for _ in range(7) for batch in read_step(loader, 2) for s in batch)
-    assert set(counted.values()) == {6}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

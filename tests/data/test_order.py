@@ -1,14 +1,15 @@
-"""The order of the stream: every sample once per epoch, in an order that only seed and epoch decide; and how
-it is dealt out to micro-batches, which are consecutive runs of it."""
+"""The order of the stream: every sample once per epoch, in an order that only seed and epoch decide."""
 
-import random
-from itertools import pairwise
+from __future__ import annotations
+
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instep.data.order import feistel, round_keys, sample_at
+from instep.data.shuffled import BLOCK, Shuffled
 
 SEEDS = st.integers(0, 2**64 - 1)
 few = settings(deadline=None, max_examples=50)
@@ -31,24 +32,6 @@ def test_the_network_is_a_bijection_on_every_square(base: int, seed: int, epoch:
     assert {feistel(i, base, keys) for i in range(base**2)} == set(range(base**2))
 
 
-@few
-@given(seed=SEEDS, epoch=st.integers(0, 2**40))
-def test_neighbouring_epochs_and_seeds_have_other_orders(seed: int, epoch: int) -> None:
-    here = epoch_of(epoch, 100, seed)
-    assert here != epoch_of(epoch + 1, 100, seed)
-    assert here != epoch_of(epoch, 100, seed ^ 1)
-
-
-@few
-@given(positions=st.lists(st.integers(0, 2**50), max_size=20), num_samples=st.integers(1, 2**40), seed=SEEDS)
-def test_the_order_of_asking_does_not_matter(positions: list[int], num_samples: int, seed: int) -> None:
-    forwards = [sample_at(p, num_samples, seed) for p in positions]
-    random.seed(seed)
-    round_keys.cache_clear()
-    backwards = [sample_at(p, num_samples, seed) for p in reversed(positions)]
-    assert forwards == backwards[::-1]
-
-
 def test_samples_fall_evenly_on_places() -> None:
     # 10 samples, 4000 epochs: each (place, sample) is expected 400 times, with a deviation of about 19
     counts = [[0] * 10 for _ in range(10)]
@@ -63,8 +46,9 @@ def test_neighbours_in_the_data_are_no_neighbours_in_the_stream() -> None:
     assert sum(abs(a - b) == 1 for a, b in pairwise(order)) < 20  # about 2 by chance
 
 
-def test_seeds_are_used_in_all_64_bits() -> None:
-    assert epoch_of(0, 100, 5) != epoch_of(0, 100, 5 + 2**32)
+def test_epochs_and_seeds_which_count_in_all_64_bits_have_other_orders() -> None:
+    orders = [epoch_of(*which) for which in ((0, 100, 5), (0, 100, 5 + 2**32), (0, 100, 4), (1, 100, 5))]
+    assert all(one != other for one, other in combinations(orders, 2))
 
 
 @pytest.mark.parametrize(
@@ -81,3 +65,25 @@ def test_a_place_outside_the_stream_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         sample_at(position, num_samples, seed)
+
+
+WORDS = st.integers(0, 2**64 - 1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    num_samples=st.integers(1, 3 * BLOCK) | st.integers(1, 2**63 - 1),
+    epoch=st.integers(0, 2**20),
+    seed=WORDS,
+    drawn=st.data(),
+)
+def test_blocks_have_the_samples_that_positions_have_one_by_one(
+    num_samples: int, epoch: int, seed: int, drawn: st.DataObject
+) -> None:
+    order = Shuffled(num_samples, seed, shuffle=True)
+    for _ in range(3):
+        first = epoch * num_samples + drawn.draw(st.integers(0, num_samples - 1))
+        positions = range(first, first + drawn.draw(st.integers(0, 40) | st.just(3 * BLOCK)))
+        expected = [sample_at(position, num_samples, seed) for position in positions]
+        assert order.samples_at(positions) == expected
+        assert order.samples_at(positions) == expected  # of blocks that are kept

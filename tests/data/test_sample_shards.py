@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,9 @@ from torch.utils.data import get_worker_info
 
 from instep.data.loader import Loader
 from instep.data.sample_shards import ShardOrder
-from instep.reduce.tree import rank_major
+from tests.data.test_loader import read_step, whole
 
 SIZES = [5, 0, 9, 7, 3, 11, 4, 8, 6, 10]
-
-
-def whole(samples: list[Any]) -> list[Any]:
-    return samples
 
 
 class Shelf:
@@ -44,14 +39,6 @@ class Shelf:
 def loader_of(open_shard: Any, **options: Any) -> Loader:
     options = {"sizes": SIZES, "batch_size": 8, "micro_batch_size": 2, "collate_fn": whole, **options}
     return Loader(range(len(SIZES)), open_shard=open_shard, **options)
-
-
-def read_step(loader: Loader, num_ranks: int = 1) -> list[Any]:
-    found: dict[int, Any] = {}
-    for own in rank_major(loader.num_micro_batches, num_ranks):
-        found |= dict(zip(own, (data for data, _ in loader.read(own)), strict=True))
-    loader.advance()
-    return [found[i] for i in range(loader.num_micro_batches)]
 
 
 @given(st.data())
@@ -75,21 +62,19 @@ def test_an_epoch_opens_each_shard_once_or_twice_on_one_rank() -> None:
     shelf = Shelf()
     loader = loader_of(shelf)
     for _ in range(loader.num_steps(1) - 1):
-        read_step(loader)
-    assert (
-        sorted(shelf.opened.values())[-2] <= 2
-    )  # the first one also for its first sample, which ranks compare
+        read_step(loader, 1)
+    assert sorted(shelf.opened.values())[-2] <= 2  # the first one also for the first sample, which ranks compare
     assert shelf.num_read < 1.5 * sum(SIZES)
 
 
 def test_epochs_have_orders_of_their_own() -> None:
     loader = loader_of(Shelf(), batch_size=1, micro_batch_size=1)
-    stream = [read_step(loader)[0][0] for _ in range(2 * sum(SIZES))]
+    stream = [read_step(loader, 1)[0][0] for _ in range(2 * sum(SIZES))]
     epochs = stream[: sum(SIZES)], stream[sum(SIZES) :]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
     unshuffled = loader_of(Shelf(), batch_size=1, micro_batch_size=1, shuffle=False)
-    assert [read_step(unshuffled)[0][0] for _ in range(sum(SIZES))] == sorted(epochs[0])
+    assert [read_step(unshuffled, 1)[0][0] for _ in range(sum(SIZES))] == sorted(epochs[0])
 
 
 def drawing(shard: int) -> Iterator[tuple[int, int, float]]:
@@ -107,7 +92,7 @@ def drawing(shard: int) -> Iterator[tuple[int, int, float]]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_a_shard_draws_is_the_same_whoever_reads_and_from_wherever(num_workers: int) -> None:
     whole_run = loader_of(drawing)
-    expected = [read_step(whole_run) for _ in range(20)]
+    expected = [read_step(whole_run, 1) for _ in range(20)]
     loader = loader_of(drawing, num_workers=num_workers)
     for number in (0, 1, 7, 8, 3, 12, 13, 14, 19):  # going on, forward and back
         loader.position = 8 * number
@@ -134,22 +119,6 @@ def test_each_worker_process_reads_on_in_its_own_lanes() -> None:
         assert readers == [{0}, {1}, {0}]
         loader.advance()
     loader.close()
-
-
-def test_sizes_are_counted_where_none_are_given(tmp_path: Path) -> None:
-    files = []
-    for i, size in enumerate(SIZES):
-        files.append(tmp_path / f"{i}.txt")
-        files[-1].write_text("".join(f"{i} {k}\n" for k in range(size)))
-    loader = Loader(files, 8, 2, open_shard=lines, collate_fn=whole)
-    assert (loader.sizes, loader.num_samples) == (SIZES, sum(SIZES))
-    stream = [line for _ in range(loader.num_steps(1)) for data in read_step(loader, 3) for line in data]
-    assert len(set(stream[: sum(SIZES)])) == sum(SIZES)
-
-
-def lines(path: Path) -> Iterator[str]:
-    with path.open() as file:
-        yield from file
 
 
 def test_rows_by_number_are_not_read_past() -> None:
@@ -179,7 +148,7 @@ def test_a_shard_with_another_number_of_samples_is_named(
     loader = loader_of(lambda shard: kind(range(max(0, SIZES[shard] + difference))))
     expected = rf"^shard \d was to have \d+ samples, and open_shard {found if kind is iter else 'gave'}"
     with pytest.raises(ValueError, match=expected):
-        [read_step(loader) for _ in range(loader.num_steps(1))]
+        [read_step(loader, 1) for _ in range(loader.num_steps(1))]
 
 
 def test_an_error_names_the_shard_and_the_place_in_it() -> None:
@@ -189,7 +158,7 @@ def test_an_error_names_the_shard_and_the_place_in_it() -> None:
 
     loader = loader_of(broken)
     with pytest.raises(OSError, match="cannot read on") as raised:
-        [read_step(loader) for _ in range(loader.num_steps(1))]
+        [read_step(loader, 1) for _ in range(loader.num_steps(1))]
     assert re.search(r"^sample \d+ \(number \d+ of shard \d\) of Shards, epoch 0$", raised.value.__notes__[0])
 
 
@@ -209,17 +178,20 @@ def test_generators_that_are_left_are_closed() -> None:
     assert len(closed) == 3
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="sizes of 10 shards, each at least 0, got 3"):
-        loader_of(Shelf(), sizes=[1, 2, 3])
-    with pytest.raises(ValueError, match="lengths with open_shard"):
-        loader_of(Shelf(), lengths=[1] * sum(SIZES))
-    with pytest.raises(ValueError, match="sizes are of shards: pass open_shard"):
-        Loader(range(8), 4, 2, sizes=[8])
-    with pytest.raises(TypeError, match="expected a list of shards, got str"):
-        Loader("shard.txt", 4, 2, open_shard=lines)
-    with pytest.raises(ValueError, match="at least one sample"):
-        loader_of(Shelf(), sizes=[0] * len(SIZES))
-    state = loader_of(Shelf()).state_dict()
-    with pytest.raises(ValueError, match="read twice or never"):
-        loader_of(Shelf(), batch_size=16).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: loader_of(Shelf(), sizes=[1, 2, 3]), "sizes of 10 shards, each at least 0, got 3"),
+        (lambda: loader_of(Shelf(), lengths=[1] * sum(SIZES)), "lengths with open_shard"),
+        (lambda: Loader(range(8), 4, 2, sizes=[8]), "sizes are of shards: pass open_shard"),
+        (lambda: Loader("shard.txt", 4, 2, open_shard=iter), "expected a list of shards, got str"),
+        (lambda: loader_of(Shelf(), sizes=[0] * len(SIZES)), "at least one sample"),
+        (
+            lambda: loader_of(Shelf(), batch_size=16).load_state_dict(loader_of(Shelf()).state_dict()),
+            "twice or",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from instep.elastic.faults import (
     parse_all,
     poison_gradients,
 )
-from instep.elastic.heartbeat import MAX_FAULTS, PHASES, Heartbeat, HeartbeatPage
+from instep.elastic.heartbeat import MAX_FAULTS, PHASES, HeartbeatPage
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -58,6 +57,7 @@ some = st.builds(
 
 @given(some)
 def test_what_is_written_is_read_again(fault: Fault) -> None:
+    assert str(Fault("kill", rank=1, step=12, phase="exchange")) == "kill:rank=1,step=12,phase=exchange"
     assert parse(str(fault)) == fault
 
 
@@ -65,11 +65,6 @@ def test_what_is_written_is_read_again(fault: Fault) -> None:
 def test_delays_are_read_again_bit_by_bit(after_ms: float, kind: str) -> None:
     fault = Fault(kind, after_ms=after_ms)
     assert parse(str(fault)) == fault
-
-
-def test_only_what_differs_from_the_default_is_written() -> None:
-    assert str(Fault("kill")) == "kill"
-    assert str(Fault("kill", rank=1, step=12, phase="exchange")) == "kill:rank=1,step=12,phase=exchange"
 
 
 @pytest.mark.parametrize(
@@ -90,16 +85,14 @@ def test_only_what_differs_from_the_default_is_written() -> None:
         ("resize:step=3", "fault 'resize:step=3': ranks: expected how many ranks there shall be, got 0"),
         ("resize:ranks=-1", "got -1"),
         ("kill:entry=0", "fault 'kill:entry=0': entry: expected 1 or more, got 0"),
+        *(
+            (f, f"fault '{f}': ")
+            for f in ("slow:seconds=-1", "slow:rank=1", "kill:after_ms=-5", "raise:after_ms=5")
+        ),
     ],
 )
 def test_a_bad_spec_is_refused_in_words(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        parse(spec)
-
-
-@pytest.mark.parametrize("spec", ["slow:seconds=-1", "slow:rank=1", "kill:after_ms=-5", "raise:after_ms=5"])
-def test_what_could_never_happen_as_asked_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=f"^fault '{spec}': "):
         parse(spec)
 
 
@@ -148,17 +141,6 @@ def test_the_page_remembers_for_the_next_process(happened: list[Fault], page: He
     assert page.fired_ns > 0
 
 
-def test_a_heartbeat_injects(happened: list[Fault]) -> None:
-    heartbeat = Heartbeat()
-    heartbeat.on_enter = FaultInjector([Fault("exit", step=1, phase="save")]).reach
-    heartbeat.enter("save")
-    heartbeat.set_step(1)
-    heartbeat.enter("ledger")
-    assert happened == []
-    heartbeat.enter("save")
-    assert len(happened) == 1
-
-
 def test_what_happens_elsewhere_is_no_worker_s_business(
     happened: list[Fault], page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,16 +167,9 @@ def test_a_rank_waits_for_the_supervisor_to_resize(
     injector = FaultInjector([Fault("kill", rank=1), Fault("resize", step=4, ranks=3)], page)
     injector.reach("forward", 3)
     assert looks == []
-    injector.reach("forward", 4)
+    for _ in range(2):  # nobody waits for one that has happened
+        injector.reach("forward", 4)
     assert len(looks) == 3
-
-
-def test_nobody_waits_for_a_resize_that_has_happened(
-    page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page.fire(0)
-    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=time.monotonic))  # nobody sleeps
-    FaultInjector([Fault("resize", step=4, ranks=3)], page).reach("forward", 4)
 
 
 def test_it_happens_when_a_step_enters_its_phase_for_that_time_from_the_beginning(
@@ -219,14 +194,14 @@ def test_a_delayed_fault_comes_from_the_side(happened: list[Fault]) -> None:
     assert [fault.kind for fault in happened] == ["stop"]
 
 
-@pytest.mark.parametrize(("kind", "number"), SIGNALS.items())
-def test_signals_are_sent_to_this_process(
-    kind: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[tuple[int, int]] = []
+def test_signals_are_sent_to_this_process_and_a_slow_rank_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    KINDS[kind](Fault(kind))
-    assert sent == [(os.getpid(), number)]
+    monkeypatch.setattr(faults.time, "sleep", sent.append)
+    for kind in SIGNALS:
+        KINDS[kind](Fault(kind))
+    FaultInjector([Fault("slow", seconds=2.5)]).reach("forward", 0)
+    assert sent == [*((os.getpid(), number) for number in SIGNALS.values()), 2.5]
 
 
 def ended_by(body: Callable[[], None]) -> int:
@@ -268,13 +243,6 @@ def test_endless_loops_end_with_the_process_only(kind: str) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_a_slow_rank_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(faults.time, "sleep", slept.append)
-    FaultInjector([Fault("slow", seconds=2.5)]).reach("forward", 0)
-    assert slept == [2.5]
 
 
 def test_one_bit_of_the_entry_that_was_named_flips() -> None:
@@ -340,14 +308,6 @@ def test_one_bit_of_one_element_flips_and_flips_back(dtype, bit):
     assert before ^ integer(x) == 1 << (4 * WIDTHS[dtype] + bit)
     flip_bit(x, 4, bit)
     assert integer(x) == before
-
-
-def test_a_bit_of_a_float_is_worth_what_its_place_says():
-    x = torch.ones(2)
-    flip_bit(x, 1, 22)
-    flip_bit(x, 0, 31)
-    assert x.tolist() == [-1.0, 1.5]
-    assert struct.unpack("<I", struct.pack("<f", 1.5))[0] == 0x3F800000 | 1 << 22
 
 
 def test_elements_are_counted_in_logical_order():

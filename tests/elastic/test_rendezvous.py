@@ -100,11 +100,6 @@ def test_a_generation_is_asked_to_part_by_its_number(ends: Ends) -> None:
     assert ends.channel.regroup
 
 
-def test_its_heartbeat_is_in_its_own_place(ends: Ends) -> None:
-    ends.channel.heartbeat.enter("join")
-    assert ends.page.position(2).phase == "join"
-
-
 def test_a_snapshot_is_handed_over_and_outlives_its_writer(ends: Ends) -> None:
     snapshot = Snapshot.create(10, 64)
     snapshot.write(b"whole", [torch.ones(1)])

@@ -236,12 +236,6 @@ def never_asks_again(toy: Toy, phase: str) -> None:
             select.select([], [], [], PAUSE_S)
 
 
-def hash_once(toy: Toy, phase: str) -> None:
-    """Rank 1 hashes its state after step 3; none ever has before."""
-    if (toy.assignment.rank, toy.step, phase) == (1, 3, "update"):
-        toy.channel.heartbeat.enter("hash")
-
-
 def save_once(toy: Toy, phase: str) -> None:
     """Rank 1 saves its state after step 3; none ever has before."""
     if (toy.assignment.rank, toy.step, phase) == (1, 3, "update"):
@@ -276,12 +270,6 @@ def spares_die(toy: Toy, phase: str) -> None:
     """A worker that was not there at the beginning dies before it is ready."""
     if phase == "built" and toy.channel.heartbeat.worker >= 2:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def spares_raise(toy: Toy, phase: str) -> None:
-    """The same, with words."""
-    if phase == "built" and toy.channel.heartbeat.worker >= 2:
-        raise ImportError("the code has changed")
 
 
 def one_spare_cannot_read(toy: Toy, phase: str) -> None:

@@ -6,9 +6,9 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from instep.mesh.mesh import Mesh
@@ -20,14 +20,12 @@ from instep.record.compare import (
     UPDATING,
     Comparison,
     DifferingMicroBatch,
+    FirstDifference,
     compare,
 )
-from instep.record.directory import RECORD
-from instep.record.jsonl import JsonLines
-from instep.record.step_lines import Made, RecordedRun, RecordedStep, read_run, step_line
+from instep.record.step_lines import RecordedRun, RecordedStep, read_run
 from tests.parity import world_of_one
 from tests.record.recorded import Plan, one_ulp, record
-from tests.state_oracle import sampled_blocks
 from tests.world import world
 
 
@@ -61,87 +59,75 @@ def compared(tmp_path: Path, mesh: Mesh, a: Plan, b: Plan) -> Comparison | None:
     return compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")) if mesh.rank == 0 else None
 
 
+SAME: dict[str, Any] = {"sample": 1000, "every": 0}
+CAUSES: dict[str, tuple[Plan, Plan, tuple[object, ...], Callable[[FirstDifference], object]]] = {
+    "a plain all-reduce": (
+        Plan(ordered=False),
+        Plan(ordered=False),
+        (0, REDUCING),
+        lambda first: "0.weight" in first.cause.parameters and next(iter(first.fields)) == "reduced gradient",
+    ),
+    "a rank that computes otherwise": (
+        Plan(),
+        Plan(gradient=miscomputed),
+        (1, COMPUTING),
+        lambda first: list(first.cause.leaves) == [DifferingMicroBatch(3, (0, 2), ["2.weight"])],
+    ),
+    "an update that goes wrong": (
+        Plan(),
+        Plan(updated=updated(1, "exp_avg/2.weight")),
+        (1, UPDATING),
+        lambda first: (
+            first.parameters == ["exp_avg/2.weight"]
+            and first.last_whole == INITIAL
+            and not {"loss", "leaves", "reduced gradient", "gradient norm"} & set(first.fields)
+            and "at the start" in first.cause.what  # the state after step 0 is not known in whole
+        ),
+    ),
+    # No sample and no whole hash saw them after the step; every micro-batch of the next one does.
+    "weights that were changed unseen": (
+        Plan(**SAME),
+        Plan(**SAME, updated=updated(0, "0.weight", by=0.01)),
+        (1, BEFORE),
+        lambda first: first.last_whole == INITIAL,
+    ),
+    "unknown, without leaves": (
+        Plan(leaves=False),
+        Plan(leaves=False, updated=updated(1, "2.bias")),
+        (1, None),
+        lambda first: first.parameters == ["2.bias"],
+    ),
+    # A moment moves no gradient at once; only a whole hash at every step can tell when it was changed.
+    **{
+        f"a moment, with a hash every {every}": (
+            Plan(sample=1000, every=every),
+            Plan(sample=1000, every=every, updated=updated(0, "exp_avg_sq/2.weight", by=1e-3)),
+            (every - 1, UPDATING),
+            lambda first, every=every: ("at the start" in first.cause.what) == (every == 2),
+        )
+        for every in (1, 2)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+@world(3)  # two would add as the tree does
+def test_where_runs_part_and_why_is_found(mesh: Mesh, tmp_path: Path, name: str) -> None:
+    one, other, (step, part), holds = CAUSES[name]
+    found = compared(tmp_path, mesh, one, other)
+    if found is not None:
+        first = found.first
+        assert first is not None and first.step == step
+        assert (first.cause.part if first.cause else None) == part
+        assert holds(first), first
+
+
 @world(2)
 def test_one_rank_and_two_have_the_same_bits(mesh: Mesh, tmp_path: Path) -> None:
     found = compared(tmp_path, mesh, Plan(), Plan())
     if found is not None:
         assert (found.same, found.first, found.num_common) == (True, None, 3)
         assert not any([found.contract, *found.troubles.values()])
-
-
-@world(3)  # two would add as the tree does
-def test_a_plain_all_reduce_parts_by_reducing(mesh: Mesh, tmp_path: Path) -> None:
-    found = compared(tmp_path, mesh, Plan(ordered=False), Plan(ordered=False))
-    if found is not None:
-        assert found.first is not None and found.first.cause is not None
-        assert (found.first.step, found.first.cause.part) == (0, REDUCING)
-        assert "0.weight" in found.first.cause.parameters
-        assert next(iter(found.first.fields)) == "reduced gradient"
-
-
-@world(2)
-def test_a_rank_that_computes_otherwise_is_named_with_micro_batch_and_parameter(
-    mesh: Mesh, tmp_path: Path
-) -> None:
-    found = compared(tmp_path, mesh, Plan(), Plan(gradient=miscomputed))
-    if found is not None:
-        assert found.first is not None and found.first.cause is not None
-        assert (found.first.step, found.first.cause.part) == (1, COMPUTING)
-        assert list(found.first.cause.leaves) == [DifferingMicroBatch(3, (0, 1), ["2.weight"])]
-
-
-@world(2)
-def test_an_update_that_goes_wrong_is_told_from_its_gradient(mesh: Mesh, tmp_path: Path) -> None:
-    found = compared(tmp_path, mesh, Plan(), Plan(updated=updated(1, "exp_avg/2.weight")))
-    if found is not None:
-        assert found.first is not None and found.first.cause is not None
-        assert (found.first.step, found.first.cause.part) == (1, UPDATING)
-        assert found.first.parameters == ["exp_avg/2.weight"]
-        assert not {"loss", "leaves", "reduced gradient", "gradient norm"} & set(found.first.fields)
-        assert "at the start" in found.first.cause.what  # the state after step 0 is not known in whole
-
-
-@world(2)
-def test_weights_that_were_changed_unseen_come_into_the_next_step(mesh: Mesh, tmp_path: Path) -> None:
-    """No sample and no whole hash saw them after the step; every micro-batch of the next one does."""
-    plan = Plan(sample=1000, every=0, updated=updated(0, "0.weight", by=0.01))
-    found = compared(tmp_path, mesh, Plan(sample=1000, every=0), plan)
-    if found is not None:
-        assert found.first is not None and found.first.cause is not None
-        assert (found.first.step, found.first.cause.part) == (1, BEFORE)
-        assert found.first.last_whole == INITIAL
-
-
-@world(2)
-def test_without_leaves_the_cause_is_unknown_and_the_parameter_is_not(mesh: Mesh, tmp_path: Path) -> None:
-    fault = updated(1, "2.bias")
-    found = compared(tmp_path, mesh, Plan(leaves=False), Plan(leaves=False, updated=fault))
-    if found is not None:
-        assert found.first is not None
-        assert (found.first.cause, found.first.parameters) == (None, ["2.bias"])
-
-
-def write_lines(path: Path, entries: list[tuple[str, Tensor]], steps: int, every: int) -> RecordedRun:
-    """A run whose state never changes, sampled at every step."""
-    path.mkdir()
-    lines = JsonLines(path / RECORD, before_step=0)
-    for step in range(steps):
-        sampled = sampled_blocks(entries, step + 1, every)
-        lines.write(**step_line(step, Made(loss=1.0, norm=1.0), cursor=step + 1, sampled=sampled))
-    lines.close()
-    return read_run(path)
-
-
-@pytest.mark.parametrize("at", [0, 9000])
-def test_one_ulp_that_changes_no_loss_is_found_within_a_round_and_named(tmp_path: Path, at: int) -> None:
-    every, entries = 6, [("a", torch.randn(5000)), ("b", torch.randn(3, 4096)), ("c", torch.randn(2))]
-    changed = [(name, x.clone()) for name, x in entries]
-    one_ulp(changed[1][1].view(-1)[at:])
-    runs = [write_lines(tmp_path / n, e, every, every) for n, e in (("x", entries), ("y", changed))]
-    first = compare(*runs).first
-    assert first is not None
-    assert (list(first.fields), first.parameters) == (["sampled blocks"], ["b"])
-    assert first.step == first.parameters_step < every
 
 
 def run(name: str, steps: dict[int, dict], numerical: dict | None = None) -> RecordedRun:
@@ -181,32 +167,11 @@ def test_hashes_of_the_whole_state_name_the_parameter_where_no_sample_does() -> 
     )
 
 
-def test_runs_under_other_contracts_are_told_the_fields() -> None:
-    a = run("a", {1: same()}, {"seed": 0, "threads": 1})
-    b = run("b", {1: same()}, {"seed": 0, "threads": 2})
-    found = compare(a, b)
-    assert (found.same, found.contract) == (True, ["threads: 1 in A, 2 in B"])
-
-
 def test_other_samples_are_the_cause_before_anything_computed() -> None:
     a, b = (run(name, {1: same(cursor=cursor, reduced={})}) for name, cursor in (("a", 8), ("b", 9)))
     first = compare(a, b).first
     assert first is not None and first.cause is not None
     assert (first.cause.part, first.cause.what) == (BEFORE, "the runs read different samples")
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@world(2)
-def test_what_parted_unseen_is_not_put_down_to_the_step_that_shows_it(
-    mesh: Mesh, tmp_path: Path, every: int
-) -> None:
-    """A moment moves no gradient at once; only a whole hash at every step can tell when it was changed."""
-    plan = Plan(sample=1000, every=every, updated=updated(0, "exp_avg_sq/2.weight", by=1e-3))
-    found = compared(tmp_path, mesh, Plan(sample=1000, every=every), plan)
-    if found is not None:
-        assert found.first is not None and found.first.cause is not None
-        assert (found.first.step, found.first.cause.part) == (every - 1, UPDATING)
-        assert ("at the start" in found.first.cause.what) == (every == 2)
 
 
 def test_a_run_s_own_troubles_are_told() -> None:
@@ -218,19 +183,11 @@ def test_a_run_s_own_troubles_are_told() -> None:
     ]
 
 
-def test_a_rate_stands_before_what_a_schedule_keeps_of_it() -> None:
+def test_the_contracts_of_runs_that_are_the_same_may_differ_and_rates_come_first() -> None:
     names = "optimizer.groups.0.initial_lr", "optimizer.groups.0.lr", "seed"
     a, b = (run(name, {0: same()}, dict.fromkeys(names, value)) for name, value in (("a", 1), ("b", 2)))
-    assert [line.partition(":")[0] for line in compare(a, b).contract] == [*names[1:], names[0]]
-
-
-def test_runs_without_a_common_step_are_refused() -> None:
+    found = compare(a, b)
+    assert found.same and found.contract == [f"{name}: 1 in A, 2 in B" for name in (*names[1:], names[0])]
+    assert json.loads(json.dumps(found.as_json()))["same"]
     with pytest.raises(ValueError, match="a and b have no step in common"):
         compare(run("a", {1: same()}), run("b", {2: same()}))
-
-
-def test_what_was_found_is_json() -> None:
-    found = compare(run("a", {1: same()}), run("b", {1: same(loss="0.0")}))
-    back = json.loads(json.dumps(found.as_json()))
-    assert (back["same"], back["first"]["step"]) == (False, 1)
-    assert back["first"]["fields"] == {"loss": ["1.0", "0.0"]}

@@ -45,6 +45,7 @@ def test_without_a_terminal_one_rank_says_at_least_every_ten_seconds_how_much_ti
     *lines, said = shown(capsys, 1000, clock=clock)
     assert [int(line.split()[1].partition("/")[0]) for line in lines] == [*range(0, 1000, 10), 999]
     assert [line.partition("tokens/s  ")[2] for line in lines[1:3]] == ["16:29 left", "16:19 left"]
+    assert len({line.index("loss") for line in lines}) == 1
     assert said == "it is done, [not] a tag"
     assert shown(capsys, 100, rank=1, clock=clock) == []
 
@@ -70,15 +71,8 @@ def test_a_line_has_the_figures_of_its_step(capsys):
     assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 communicating)  12,346 tokens/s"
 
 
-def test_numbers_stand_below_each_other(capsys):
-    *lines, _ = shown(capsys, 20)
-    assert len({line.index("loss") for line in lines}) == 1
 
 
-def test_a_line_is_as_long_as_it_is(capsys):
-    display = Display(0, 1)
-    display.say("long " * 100)
-    assert capsys.readouterr().err == "long " * 100 + "\n"
 
 
 def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatch, clock):

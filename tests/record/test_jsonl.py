@@ -24,19 +24,6 @@ def steps_in(path: Path) -> list[int]:
     return [line["step"] for line in read_lines(path)]
 
 
-def test_lines_are_read_back(tmp_path):
-    path = written(tmp_path / RECORD, 1, 2)
-    assert read_lines(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
-    assert read_lines(tmp_path / "none") == []
-
-
-def test_a_line_is_on_disk_before_the_next_is_written(tmp_path):
-    lines = JsonLines(tmp_path / RECORD, before_step=0)
-    lines.write(step=1)
-    assert steps_in(tmp_path / RECORD) == [1]
-    lines.close()
-
-
 @pytest.mark.parametrize(
     "torn", [b"{", b'{"step"', b'{"step": 3, "loss": 0.', b"\0\0\0\n", b'{"step\xff\xfe']
 )
@@ -59,14 +46,6 @@ def test_a_last_line_that_only_lacks_its_end_is_kept_and_ended(tmp_path):
     resumed.write(step=3)
     resumed.close()
     assert steps_in(path) == [1, 2, 3]
-
-
-def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
-    path = written(tmp_path / RECORD, 0, 1, 2, 3, 4)
-    resumed = JsonLines(path, before_step=3)
-    resumed.write(step=3)
-    resumed.close()
-    assert steps_in(path) == [0, 1, 2, 3]
 
 
 def test_what_is_left_out_is_noted_for_those_who_ask(tmp_path):

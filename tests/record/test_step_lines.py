@@ -17,12 +17,10 @@ from instep.record.step_lines import (
     accepted,
     evaluated,
     part_begins,
-    placement_text,
     read_run,
     started,
     starts,
     step_line,
-    steps_recorded,
 )
 
 ONE = {"world_size": 1, "placement": {"dp": 1}, "strategy": "bucketed", "parallel": {}}
@@ -83,12 +81,6 @@ def test_events_are_read_back(tmp_path: Path) -> None:
     assert (run.starts, run.accepted, run.numerical) == ([begin, again], [change], {"seed": 0})
     assert (run.whole(-1), run.whole(0), run.whole(1)) == (("ab", {"w": "c"}), None, None)
     assert starts(tmp_path) == [begin, again]
-
-
-def test_how_many_steps_are_recorded(tmp_path: Path) -> None:
-    assert steps_recorded(tmp_path) == -1
-    lines = [started(0, ONE, **START), evaluated(5.5), {**STEP, "step": 0}, STEP]
-    assert [steps_recorded(record(tmp_path, *lines[:n])) for n in (1, 2, 3, 4)] == [-1, 0, 1, 2]
 
 
 def start(step: int, generation: int = 1, ranks: int = 2, **parallel: object) -> dict[str, object]:
@@ -167,12 +159,6 @@ def test_a_directory_that_is_none_or_holds_no_run_is_named(tmp_path: Path) -> No
     for path, error in (("nowhere", "got none"), ("file", "got a file"), ("", f"has no {RECORD}: expected")):
         with pytest.raises(ValueError, match=error):
             read_run(tmp_path / path)
-
-
-def test_a_placement_in_words() -> None:
-    assert placement_text({"placement": {"dp": 2, "pp": 3}, "strategy": "flat"}) == "dp=2, pp=3, flat"
-    assert placement_text({"world_size": 4}) == "4 ranks"
-    assert placement_text({}) == ""
 
 
 def test_a_run_that_continues_keeps_its_events_and_drops_the_steps_to_make_again(tmp_path: Path) -> None:

@@ -34,10 +34,7 @@ def test_losses_are_those_of_the_whole_run_and_speed_is_that_of_its_last_part():
 def test_the_first_two_steps_of_a_part_warm_up():
     lines = [line(0, 1000), line(1, 1000), line(2, 10), line(3, 12), line(4, 50)]
     assert figures(lines, 0, 1)["step_ms_median"] == 12
-
-
-def test_a_part_of_two_steps_is_all_warm_up_and_better_than_nothing():
-    assert figures([line(0, 30), line(1, 40)], 0, 1)["step_ms_median"] == 35
+    assert figures([line(0, 30), line(1, 40)], 0, 1)["step_ms_median"] == 35  # better than nothing
 
 
 @pytest.mark.parametrize(
@@ -76,15 +73,6 @@ def test_what_is_shown_is_the_summary(tmp_path, capsys):
     ]
 
 
-def test_what_is_not_known_is_a_dash(tmp_path, capsys):
-    rest = {"steps": 0, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
-    show({**figures([], 0, 100), **rest}, tmp_path, loss_unit="nats per byte")
-    assert (
-        "loss   - nats per byte on held-out data, - at the start; - in the last training step\n"
-        in capsys.readouterr().out
-    )
-
-
 def test_a_loss_that_a_script_has_not_logged_is_not_told(tmp_path, capsys):
     rest = {"steps": 6, "world_size": 1, "strategy": "flat", "state_sha256": "abc"}
     show({"held_out_loss": 0.5, "held_out_loss_first": 1.0, "loss_last": None, **rest}, tmp_path)
@@ -102,21 +90,6 @@ def test_after_a_resume_it_is_said_which_steps_the_figures_are_of(tmp_path, caps
         "steps  6; the last 3 on 1 rank, flat, stage 2 of sharding: speed, memory and time are of these"
     )
     assert said[3].startswith("speed  10,000 tokens/s, 10 ms a step")
-
-
-def test_ranks_that_have_made_no_step_have_no_speed_and_none_of_others(tmp_path, capsys):
-    lines = [START, *map(line, range(6))]
-    show({**figures(lines, 6, 100), **PART, "first_step": 6}, tmp_path)
-    said = capsys.readouterr().out.splitlines()
-    assert said[1].startswith("steps  6; the last 0 on 1 rank, flat")
-    assert said[3] == "speed  not measured: no step was made in this layout"
-
-
-def test_the_lines_end_with_where_the_rest_is_and_the_hash(tmp_path, capsys):
-    show({**figures([START, *map(line, range(6))], 0, 100), **PART}, tmp_path / "a run")
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2] == f"more   {tmp_path / 'a run' / SUMMARY}; instep report '{tmp_path / 'a run'}'"
-    assert said[-1] == "state  sha256 abc"
 
 
 def test_a_run_that_was_finished_says_so_and_how_to_train_longer():

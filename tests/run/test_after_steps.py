@@ -43,12 +43,6 @@ def test_saving_and_evaluating_fall_due_at_their_steps_and_at_the_last(data: Pat
     assert held_out == [0, 2, 4]
 
 
-def test_a_stop_is_a_last_step_with_a_checkpoint_and_the_state_s_hash(data: Path, tmp_path: Path) -> None:
-    saved, mine = run(tmp_path, tiny(data, steps=5, stop_after=2))
-    assert saved == [2]
-    assert read_lines(tmp_path / RECORD)[-1]["state_sha256"] == mine.training.state_sha256()
-
-
 def test_evaluating_does_not_move_a_bit_and_every_step_has_its_line(data: Path, tmp_path: Path) -> None:
     found = []
     for name, every in (("often", 1), ("never", 0)):

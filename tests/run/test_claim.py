@@ -50,6 +50,7 @@ def test_the_name_is_made_up_by_one_rank_and_found_again_by_all(
     assert MADE_UP.fullmatch(path.name)["launch"] == HERE
     if mesh.rank == 0:
         begun(path)
+        begun(RUNS / f"train-20000101-000000-{HERE}")  # an older one
         begun(RUNS / f"train-20990101-000000-{'0' * 16}")  # of another launch
     # After the restart, rank 0 is where rank 1 was.
     other = (THERE, HERE)[mesh.rank]

@@ -17,10 +17,10 @@ import pytest
 from instep.net.peers import Peer, own_peer
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, merge
-from instep.record.directory import CONFIG, SUMMARY, WORKERS
+from instep.record.directory import CONFIG, WORKERS
 from instep.regular_files import try_lock
 from instep.run import folder
-from instep.run.folder import LOCK, Claimed, begin, end
+from instep.run.folder import LOCK, Claimed, begin
 from instep.run.toml import load_toml, to_toml
 
 
@@ -62,10 +62,35 @@ def test_a_new_directory_is_made_with_those_above_it(tmp_path):
     with claim(config(path)) as held:
         assert held.path == path
         assert [file.name for file in path.iterdir()] == [LOCK]
+    assert not path.exists()  # the run never began
+    for resume in (False, True):  # empty, or of a run that was stopped before it began
+        path.mkdir()
+        assert claimed(config(path, resume=resume)) == path
 
 
-def test_an_empty_directory_is_taken(tmp_path):
-    assert claimed(config(tmp_path)) == tmp_path
+@pytest.mark.parametrize(
+    ("holds", "path", "resume", "message"),
+    [
+        (CONFIG, "", False, "has another run: pass --resume to resume it"),
+        ("thesis.tex", "", False, "has other files: pass"),
+        ("thesis.tex", "", True, "has other files and no run to resume"),
+        ("", "typo", True, "does not exist, so there is no run to resume"),
+        ("", os.fsdecode(b"a\xffb"), False, r"a\udcffb is not valid UTF-8: pass another --run-dir"),
+        ("file", "file", False, "is a file, expected a directory"),
+        ("file", "file/run", False, "cannot be made (Not a directory)"),
+        ("", "/proc/nope", False, "run directory /proc/nope cannot be made"),
+        ("", "gone", False, "is a link to nothing, expected a directory"),
+    ],
+)
+def test_what_cannot_be_claimed_is_refused_and_left_as_it_was(tmp_path, holds, path, resume, message):
+    if holds:
+        (tmp_path / holds).write_text("precious")
+    if path == "gone":
+        (tmp_path / path).symlink_to("unmounted")
+    before = tree(tmp_path)
+    with pytest.raises((ValueError, PermissionError), match=re.escape(message)):
+        claimed(config(tmp_path / path, resume=resume))
+    assert tree(tmp_path) == before and not (tmp_path / "typo").exists()
 
 
 def test_without_a_name_every_run_has_a_new_directory(tmp_path, monkeypatch):
@@ -74,17 +99,6 @@ def test_without_a_name_every_run_has_a_new_directory(tmp_path, monkeypatch):
     with claim(config(None)) as a, claim(config(None)) as b, claim(config(None)) as c:
         paths = [held.path for held in (a, b, c)]
     assert paths == [Path("runs", name) for name in ("train-now", "train-now-2", "train-now-3")]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [(CONFIG, "has another run: pass --resume to resume it"), ("thesis.tex", "has other files: pass")],
-)
-def test_a_directory_that_holds_something_is_refused_and_left_as_it_was(tmp_path, name, message):
-    (tmp_path / name).write_text("precious")
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{tmp_path} {message}')}"):
-        claimed(config(tmp_path))
-    assert tree(tmp_path) == {str(tmp_path / name): b"precious"}
 
 
 def test_a_run_is_resumed_in_the_directory_that_it_has(tmp_path):
@@ -103,29 +117,6 @@ def test_to_resume_one_must_say_where_and_the_newest_is_named(tmp_path, monkeypa
         os.utime(a_run(tmp_path / "runs" / name) / CONFIG, (100 - age, 100 - age))
     with pytest.raises(ValueError, match=r"go on\? The newest is --run-dir runs/train-2$"):
         claimed(config(None, resume=True))
-
-
-def test_a_mistyped_directory_is_not_resumed_from_the_beginning(tmp_path):
-    with pytest.raises(ValueError, match="does not exist, so there is no run to resume"):
-        claimed(config(tmp_path / "typo", resume=True))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_that_no_file_can_hold_is_refused_at_the_start(tmp_path):
-    """It ended the run when its name was first printed, or written."""
-    with pytest.raises(ValueError, match=r"a\\udcffb is not valid UTF-8: pass another --run-dir"):
-        claimed(config(tmp_path / os.fsdecode(b"a\xffb")))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_of_other_files_is_not_resumed_into(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="has other files and no run to resume"):
-        claimed(config(tmp_path, resume=True))
-
-
-def test_a_run_that_was_stopped_before_it_began_is_resumed(tmp_path):
-    assert claimed(config(tmp_path, resume=True)) == tmp_path
 
 
 def test_a_run_that_is_still_going_on_is_not_resumed(tmp_path):
@@ -149,29 +140,6 @@ def test_workers_that_cannot_be_read_do_not_keep_a_run_from_going_on(tmp_path, t
     assert claimed(config(path, resume=True)) == path
 
 
-@pytest.mark.parametrize(
-    ("below", "message"),
-    [("file", "is a file, expected a directory"), ("file/run", r"cannot be made \(Not a directory\)")],
-)
-def test_a_path_that_cannot_be_a_directory_is_refused_by_name(tmp_path, below, message):
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises((ValueError, PermissionError), match=f"{re.escape(str(tmp_path / below))} {message}"):
-        claimed(config(tmp_path / below))
-    assert tree(tmp_path) == {str(tmp_path / "file"): b"precious"}
-
-
-def test_a_system_that_makes_no_directories_is_named():
-    with pytest.raises(PermissionError, match=r"run directory /proc/nope cannot be made .*: pass another"):
-        claimed(config(Path("/proc/nope")))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError, match="cannot be written to"):
-        claimed(config(tmp_path))
-
-
 def test_a_run_s_config_and_workers_are_on_disk_while_it_goes_on(tmp_path):
     peers = [own_peer(0), replace(own_peer(1), pid=7)]
     path = a_run(tmp_path / "a", *peers)
@@ -181,18 +149,6 @@ def test_a_run_s_config_and_workers_are_on_disk_while_it_goes_on(tmp_path):
     (path / WORKERS).write_text("{}")
     claimed(config(path, resume=True))
     assert sorted(file.name for file in path.iterdir()) == [CONFIG]
-
-
-def test_a_run_that_never_began_leaves_no_directory(tmp_path):
-    with claim(config(tmp_path / "a")) as held:
-        assert held.path.exists()
-    assert not held.path.exists()
-
-
-def test_no_figure_of_an_earlier_part_stays(tmp_path):
-    for figures in ({"steps": 8, "speed": 5.0, "gone": 1}, {"steps": 9, "speed": None}):
-        end(tmp_path, figures)
-        assert json.loads((tmp_path / SUMMARY).read_text()) == figures
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -277,16 +233,13 @@ def test_a_directory_that_was_removed_or_replaced_is_noticed_and_left_alone(tmp_
     assert path.exists()  # it is another command's
 
 
-def test_a_link_to_a_directory_is_claimed_and_one_to_nothing_refused(tmp_path):
+def test_a_link_to_a_directory_is_claimed(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     with claim(config(tmp_path / "link")) as held:
         assert held.path == tmp_path / "link" and (tmp_path / "disk" / LOCK).exists()
         with pytest.raises(ValueError, match="directory in use by"):
             claimed(config(tmp_path / "disk"))
-    (tmp_path / "nowhere").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ValueError, match="is a link to nothing, expected a directory"):
-        claimed(config(tmp_path / "nowhere"))
 
 
 def test_a_directory_that_cannot_be_opened_or_locked_leaves_no_descriptor(tmp_path, monkeypatch):

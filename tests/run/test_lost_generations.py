@@ -90,30 +90,14 @@ def give_back(mesh: Mesh, mine: TextTraining, graceful: bool, backend: str, pair
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stage", "graceful"),
-    [
-        pytest.param("bucketed", 0, False, marks=pytest.mark.slow),
-        ("bucketed", 0, True),
-        pytest.param("bucketed", 1, False, marks=pytest.mark.slow),
-        pytest.param("bucketed", 2, False, marks=pytest.mark.slow),
-        ("bucketed", 3, False),
-    ],
+    ("stage", "bucket_mb", "graceful", "backend"),
+    [(0, 25.0, True, "shm"), (3, 25.0, False, "shm"), (0, 0.01, False, "gloo"), (3, 25.0, False, "gloo")],
 )
 @world(2)
 def test_a_lost_generation_is_given_back_at_once(
-    mesh: Mesh, data: Path, strategy: str, stage: int, graceful: bool, pair: Meetings
-) -> None:
-    give_back(mesh, TextTraining(tiny(data, strategy, stage, steps=100)), graceful, "shm", pair)
-
-
-@pytest.mark.parametrize(
-    ("stage", "bucket_mb"), [pytest.param(0, 25.0, marks=pytest.mark.slow), (0, 0.01), (3, 25.0)]
-)
-@world(2)
-def test_so_is_its_private_memory_over_gloo(
-    mesh: Mesh, data: Path, stage: int, bucket_mb: float, pair: Meetings
+    mesh: Mesh, data: Path, stage: int, bucket_mb: float, graceful: bool, backend: str, pair: Meetings
 ) -> None:
     """In small buckets several are under way."""
     config = tiny(data, stage=stage, steps=100)
     config = replace(config, parallel=replace(config.parallel, bucket_mb=bucket_mb))
-    give_back(mesh, TextTraining(config), False, "gloo", pair)
+    give_back(mesh, TextTraining(config), graceful, backend, pair)

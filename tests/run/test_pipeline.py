@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +15,6 @@ from instep.record.step_lines import read_run
 from instep.step.micro_batches import MicroBatch
 from tests.parity import filled, numbers
 from tests.run.loops import Loss, squares, summary
-from tests.run.test_replay import by_the_clock, differing
 from tests.world import world
 
 G = 5
@@ -40,18 +38,6 @@ def train(run: instep.Run, loss: Loss = squares, num_steps: int = 2) -> list[int
             optimizer.zero_grad()
         made.append(int(step))
     return made
-
-
-@pytest.mark.slow
-@world(2, by="process")
-def test_a_loss_by_the_clock_shows_in_all_stages(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", checks={"replay_every": 1}, mesh={"pp": 2})
-    with differing(run) as error:
-        train(run, by_the_clock())
-    told = str(error.value)
-    assert told.startswith("step 0 was made twice, from the same state, and came out otherwise:")
-    assert "micro-batch 4, computed twice, by rank 0: 2 different gradients of '0.weight'" in told
-    assert "micro-batch 0, computed twice, by rank 1: 2 different gradients of '2.weight'" in told
 
 
 @world(2, by="process")

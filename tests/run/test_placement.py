@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import instep
 from instep.checkpoint.registered import Registered
 from instep.reduce.tree import rank_major
-from instep.run.placement import global_batch, introduction, layout_of, number_words, shard_axis
+from instep.run.placement import global_batch, layout_of, number_words, shard_axis
 from instep.run.settings import ScriptBatch, ScriptConfig
 from tests.parity import world_of_one
 
@@ -40,27 +39,6 @@ def test_the_ranks_of_a_pipeline_have_one_share() -> None:
     assert global_batch(batch, [8], pp=2) == said
     said = "global batch 32 = micro-batch 4 x 8, of which 3 pipelines of 2 ranks have 3 + 3 + 2"
     assert global_batch(batch, [3, 3, 2], pp=2) == said
-
-
-@pytest.mark.parametrize(("pp", "num_lines"), [(1, 0), (-1, 0), (2, 1), (3, 0)])
-def test_pipelines_that_ranks_cannot_be_cut_into_are_told(pp: int, num_lines: int) -> None:
-    mesh = SimpleNamespace(
-        world_size=3, device=torch.device("cpu"), axes=SimpleNamespace(names=("pp", "dp"), sizes=(3, 1))
-    )
-    config = SimpleNamespace(batch=ScriptBatch(), parallel=SimpleNamespace(shard_stage=0))
-    training = SimpleNamespace(config=config, mesh=mesh, registered=SimpleNamespace(models={}))
-    said = introduction(cast(Any, training), Path(), shard=1, pp=pp, is_first=False)
-    assert (
-        said
-        == ["3 ranks are no multiple of the pipeline of 2: pipelines have 3 ranks, with the same bits"][
-            :num_lines
-        ]
-    )
-
-
-def test_the_shares_of_many_ranks_are_counted() -> None:
-    said = global_batch(ScriptBatch(global_size=100, micro_size=1), [2] * 36 + [1] * 28)
-    assert said == "global batch 100 = micro-batch 1 x 100, of which 64 ranks have 2 on 36, 1 on 28"
 
 
 @given(st.integers(1, 40), st.integers(2, 40))

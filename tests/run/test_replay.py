@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import instep
 from instep.errors import ReplicasDiffer
 from instep.mesh.mesh import Mesh
+from tests.checkpoint.registry import Average
 from tests.run.loops import Loop, Loss, bits, recorded, squares, summary
+from tests.run.placements import Placed, run_of
 from tests.world import world
 
 
@@ -36,7 +37,12 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
 
 
 def by_the_clock() -> Loss:
-    return lambda y: squares(y) * float(time.perf_counter_ns() % 1_000_003)
+    return lambda y: y.square().mean() * float(time.perf_counter_ns() % 1_000_003)
+
+
+def of(placed: Placed, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The loss of ``placed``, changed."""
+    return lambda model, step, number: change(placed.loss(model, step, number))
 
 
 def by_a_generator_of_its_own() -> Loss:
@@ -77,36 +83,16 @@ def test_an_update_that_depends_on_something_else_is_found(begin: Callable[..., 
         loop.train(before=by_another_rate)
 
 
-class Average:
-    """Of a model's weights, as it goes on."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
-        self.num_updates = 0
-
-    def update(self) -> None:
-        self.num_updates += 1
-        for name, p in self.module.named_parameters():
-            self.shadow[name].lerp_(p.detach(), 1 / (1 + self.num_updates))
-
-    def state_dict(self) -> dict[str, object]:
-        return {"shadow": self.shadow, "num_updates": self.num_updates}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.shadow, self.num_updates = state["shadow"], state["num_updates"]
-
-
 def test_a_right_loop_is_what_it_is_without_the_check(begin: Callable[..., Loop], tmp_path: Path) -> None:
     made = {}
     for name, every in (("once", 0), ("twice", 1), ("sometimes", 2)):
         loop = begin(name, check_every=every)
         plan = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, 4)
-        average = Average(loop.model.module)
+        average = Average()
 
-        def after(step: instep.Step, plan=plan, average=average) -> None:
+        def after(step: instep.Step, loop=loop, plan=plan, average=average) -> None:
             plan.step()
-            average.update()
+            average.update(loop.model.module)
 
         made[name] = loop.train(4, after=after, plan=plan, average=average)
     assert made == {"once": [0, 1, 2, 3], "twice": [0, 0, 1, 1, 2, 2, 3, 3], "sometimes": [0, 0, 1, 2, 2, 3]}
@@ -155,58 +141,34 @@ def test_of_two_ranks_that_compute_differently_both_are_named(mesh: Mesh, tmp_pa
     assert (error.value.ranks, error.value.parameters) == ((0, 1), NAMES)
 
 
-def train_wrapped(run: instep.Run, wrap: str, loss: Loss = squares, num_steps: int = 2) -> list[int]:
-    """The steps that were made, of five micro-batches, with gradients and weights as ``wrap`` has them."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    model: Any
-    if wrap in "23":
-        model = instep.fully_shard(net, run.mesh, int(wrap))
-    else:
-        model = instep.DataParallel(net, run.mesh)
-    if wrap == "1":
-        optimizer = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    made = []
-    for step in run.steps(num_steps, model=model, optimizer=optimizer):
-        with step:
-            for _ in model.micro_batches(5):
-                loss(model(torch.randn(3, 4))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        made.append(int(step))
-    return made
-
-
-@pytest.mark.parametrize("wrap", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("kind", ["replicas", "stage1", "stage3"])
 @world(3, by="process")
 def test_of_three_ranks_the_one_that_computes_otherwise_is_named(
-    mesh: Mesh, tmp_path: Path, wrap: str
+    mesh: Mesh, tmp_path: Path, kind: str
 ) -> None:
-    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
-    with differing(run) as error:
-        train_wrapped(run, wrap, lambda y: squares(y) * (1.001 if run.rank == 1 else 1.0))
+    placed = run_of(tmp_path / "run", kind, checks={"replay_every": 1})
+    with differing(placed.run) as error:
+        placed.train(2, loss=of(placed, lambda value: value * (1.001 if mesh.rank == 1 else 1.0)))
     told = str(error.value).splitlines()
     assert told[0] == (
         "step 0 was made 6 times, from the same state, and ranks computed different gradients of one "
         "micro-batch:"
     )
     blame = "by ranks 0, 1 and 2: rank 1 computed otherwise: '0.weight', '0.bias', '2.weight' and 1 more"
-    assert told[1:6] == [f"  micro-batch {i}, {blame}" for i in range(5)]
-    assert "the arithmetic or memory of rank 1 is broken" in told[6]
+    assert told[1:5] == [f"  micro-batch {i}, {blame}" for i in range(4)]
+    assert "the arithmetic or memory of rank 1 is broken" in told[5]
     assert told[-1] == "Leave out the host of rank 1 and resume from a checkpoint of before"
     assert (error.value.ranks, error.value.parameters) == ((1,), NAMES)
 
 
-@pytest.mark.parametrize("wrap", ["0", "3"])
+@pytest.mark.parametrize("kind", ["replicas", "stage3"])
 @world(3, by="process")
-def test_a_loss_by_the_clock_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path, wrap: str) -> None:
-    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
-    with differing(run) as error:
-        train_wrapped(run, wrap, by_the_clock())
+def test_a_loss_by_the_clock_is_blamed_on_no_rank(mesh: Mesh, tmp_path: Path, kind: str) -> None:
+    placed, factor = run_of(tmp_path / "run", kind, checks={"replay_every": 1}), by_the_clock()
+    with differing(placed.run) as error:
+        placed.train(2, loss=of(placed, factor))
     told = str(error.value)
-    assert "micro-batch 4, computed 6 times, by ranks 0, 1 and 2: 6 different gradients of " in told
+    assert "micro-batch 3, computed 6 times, by ranks 0, 1 and 2: 6 different gradients of " in told
     assert "computed otherwise" not in told
     assert "Leave out" not in told
     assert "Look in the loop for a clock" in told.splitlines()[-1]
@@ -260,31 +222,17 @@ def test_a_second_update_that_follows_from_a_wrong_first_one_is_blamed_on_no_oth
 
 @world(3, by="process")
 def test_what_comes_over_one_rank_once_is_said_of_it(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
-    calls: list[Tensor] = []
+    placed, calls = run_of(tmp_path / "run", "replicas", checks={"replay_every": 1}), []
 
-    def slips(y: Tensor) -> Tensor:
-        calls.append(y)
-        return squares(y) * (2 if run.rank == 1 and len(calls) == 1 else 1)
+    def slips(value: Tensor) -> Tensor:
+        calls.append(value)
+        return value * (2 if mesh.rank == 1 and len(calls) == 1 else 1)
 
-    with differing(run) as error:
-        train_wrapped(run, "0", slips)
+    with differing(placed.run) as error:
+        placed.train(2, loss=of(placed, slips))
     told = str(error.value)
     assert "6 times, by ranks 0, 1 and 2: 2 different gradients of '0.weight'" in told
     assert told.endswith("rank 1's arithmetic or memory is faulty: only its gradients changed")
-
-
-@pytest.mark.parametrize("wrap", ["1", "2", "3"])
-@world(3, by="process")
-def test_a_right_loop_is_what_it_is_however_the_model_is_divided(
-    mesh: Mesh, tmp_path: Path, wrap: str
-) -> None:
-    for name, every, steps in (("once", 0, [0, 1]), ("twice", 1, [0, 0, 1, 1])):
-        run = instep.Run(tmp_path / name, checks={"replay_every": every})
-        assert train_wrapped(run, wrap) == steps
-        run.close()
-    mesh.world.group.all_gather_bytes(b"", "the end of the runs")
-    assert summary(tmp_path / "twice")["state_sha256"] == summary(tmp_path / "once")["state_sha256"]
 
 
 @world(2, by="process")
@@ -302,11 +250,3 @@ def test_of_a_rank_that_has_data_of_its_own_that_rank_is_told(mesh: Mesh, tmp_pa
     told = str(error.value)
     assert "\n  rank 1's own data, computed twice, by rank 1: 2 different gradients of '0.weight'" in told
     assert "rank 0's own data" not in told
-
-
-@world(2, by="process")
-def test_on_two_ranks_a_right_loop_is_what_it_is_on_one(mesh: Mesh, tmp_path: Path) -> None:
-    run = instep.Run(tmp_path / "run", checks={"replay_every": 1})
-    assert Loop(run).train() == [0, 0, 1, 1, 2, 2]
-    run.close()
-    mesh.world.group.all_gather_bytes(b"", "the end of the run")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import instep
 from instep.checkpoint.registered import Registered
@@ -151,43 +151,6 @@ def test_weights_that_are_loaded_while_ranks_have_not_met_are_kept(tmp_path: Pat
     for name, value in instep.full_state_dict(model).items():
         assert torch.equal(value, net.state_dict()[name]), name
     training.leave()
-
-
-class Normed(nn.Module):
-    """Submodules of torch that fill themselves, one of them with statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(12, 16)
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.into(x))
-
-
-def test_buffers_have_values_at_once_and_parameters_later() -> None:
-    with torch.device("meta"):
-        net = Normed()
-    model = instep.fully_shard(net, unranked())
-    model.materialise(seed=3)
-    assert torch.equal(model.norm.running_var, torch.ones(16))
-    assert slice_bytes(model) == 0
-    with pytest.raises(ValueError, match=r"where the loop over run\.steps begins"):
-        model(torch.zeros(2, 12))
-    training = training_of(model, torch.optim.AdamW(model.parameters()))
-    training.keep()
-    training.join(world_of_one(), wrappers=True)
-    training.begin()
-    assert torch.equal(instep.full_state_dict(model)["norm.weight"], torch.ones(16))
-    assert 0.2 < instep.full_state_dict(model)["into.weight"].abs().max() <= 12**-0.5
-    training.leave()
-
-
-def test_what_cannot_be_filled_later_is_refused_at_once() -> None:
-    with torch.device("meta"):
-        net = nn.ParameterList([nn.Parameter(torch.empty(3))])
-    with pytest.raises(ValueError, match="ParameterList, has parameters on the meta device"):
-        instep.fully_shard(net, unranked()).materialise()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,26 +1,29 @@
-"""Divided state, and one copy of the weights: figures, hashes and samples are those of one rank."""
+"""Divided state, in shard groups too: figures, hashes, samples and copies are those of one rank."""
 
 from __future__ import annotations
 
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from instep.elastic.faults import flip_bit
+from instep.errors import ReplicasDiffer
 from instep.events import PARAMETER_GATHER
 from instep.mesh.mesh import Mesh
 from instep.recipes.text_config import Config
 from instep.record.step_lines import SAMPLE_EVERY
 from instep.run.rank_state import Holds
+from instep.run.recovery import Checkpoints, restore_newest
 from tests.parity import world_of_one
-from tests.run.text_training import STEPS, TextTraining, tiny, trained
+from tests.run.snapshots import Supervisor, snapshots_of
+from tests.run.text_training import NOWHERE, STEPS, TextTraining, tiny, trained
 from tests.world import world
-
-STAGES = [2, 3]
 
 
 def config(data: Path, stage: int, *, width: int = 96, **changes: object) -> Config:
@@ -68,22 +71,10 @@ def assert_bits_of_one(mesh: Mesh, alone: Config, together: Config) -> None:
     each.close()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, 3])
 @world(2, backend="shm")
 def test_two_ranks_have_the_bits_of_one(mesh: Mesh, data: Path, stage: int) -> None:
     assert_bits_of_one(mesh, config(data, 0), config(data, stage))
-
-
-@pytest.mark.parametrize(("stage", "autocast"), [(0, "off"), (3, "bf16")])
-@world(3, by="process", backend="shm")
-def test_three_ranks_that_compute_blocks_again_have_the_bits_of_one_that_keeps_them(
-    mesh: Mesh, data: Path, stage: int, autocast: str
-) -> None:
-    """With dropout, which a block that is computed again has to draw again."""
-    base = config(data, 0, width=32, autocast=autocast)
-    alone = replace(base, model=replace(base.model, layers=2, dropout=0.1))
-    again = replace(alone, model=replace(alone.model, checkpoint=True))
-    assert_bits_of_one(mesh, alone, replace(again, parallel=replace(again.parallel, shard_stage=stage)))
 
 
 @world(2)
@@ -175,3 +166,52 @@ def test_a_bit_that_flips_before_the_update_spreads_from_the_owner_and_heals_els
     both.training.compare_replicas()
     assert (both.training.state_sha256() == expected) == heals
     both.close()
+
+
+groups = partial(world, timeout_s=20.0)  # six ranks on two cores take their time
+
+
+@groups(4, backend="shm", dp=2, shard=2)
+def test_two_groups_of_two_are_like_one_rank(mesh: Mesh, data: Path) -> None:
+    assert_bits_of_one(mesh, config(data, 0, width=128), config(data, 3, width=128))
+
+
+@groups(6, dp=3, shard=2)
+def test_a_moment_that_flips_in_one_of_three_groups_is_named_with_its_rank(mesh: Mesh, data: Path) -> None:
+    each = trained(config(data, 3), mesh, 1)
+    training = each.training
+    training.compare_replicas()
+    name, moment = next(entry for entry in training.entries() if entry[0].startswith("exp_avg_sq/"))
+    if mesh.rank == 3:
+        flip_bit(moment)
+    told = mesh.world.group.all_gather_bytes(name.encode(), "the names of moments")
+    with pytest.raises(ReplicasDiffer, match="rank 3 holds other values than the other ranks") as failure:
+        training.compare_replicas()
+    assert (failure.value.ranks, failure.value.parameters) == ((3,), (told[3].decode(),))
+    each.close()
+
+
+def copied(mesh: Mesh, data: Path, supervisor: Supervisor) -> None:
+    """Each rank copies its share of the state after the first step."""
+    each = trained(config(data, 3), mesh, 1)
+    snapshots_of(supervisor).write(each.training)
+    mesh.world.group.barrier("the test")
+    each.close()
+
+
+def restored(mesh: Mesh, data: Path, supervisor: Supervisor) -> None:
+    """They go on from it, with the second step."""
+    expected = hash_of_one(data, 2)
+    each = TextTraining(config(data, 3), mesh)
+    memory = snapshots_of(supervisor)
+    assert restore_newest(each.training, memory, Checkpoints(NOWHERE, 20))[0].endswith("the snapshot")
+    each.step()
+    assert each.training.state_sha256() == expected
+    each.close()
+
+
+def test_others_go_on_from_the_copies_of_two_groups(data: Path) -> None:
+    supervisor, (dp, shard) = Supervisor(), (1, 3)
+    groups(4, dp=2, shard=2)(copied)(data=data, supervisor=supervisor)
+    assert len(supervisor.all) == 4
+    groups(dp * shard, dp=dp, shard=shard)(restored)(data=data, supervisor=supervisor)

@@ -18,7 +18,7 @@ from instep.recipes import text_config
 from instep.recipes.text_config import BatchConfig, Config
 from instep.rng.keys import initialize
 from tests.parity import assert_same_bits, world_of_one
-from tests.run.text_training import STEPS, TextTraining, tiny
+from tests.run.text_training import TextTraining, tiny
 from tests.state_oracle import state_entries
 from tests.world import world
 
@@ -59,32 +59,6 @@ def test_one_micro_batch_on_one_rank_gives_the_bits_of_a_plain_loop(data: Path) 
     assert_same_bits(state_entries(mine.module, mine.optimizer), state_entries(module, optimizer))
 
 
-def assert_same_run(alone: TextTraining, together: TextTraining) -> None:
-    """Equal steps, equal weights; and equal moments, where this rank has them."""
-    for _ in range(STEPS):
-        one, other = alone.step(), together.step()
-        assert (one.loss, one.rate) == (other.loss, other.rate)
-    assert_same_bits(state_entries(together.module), state_entries(alone.module))
-    assert alone.training.evaluate() == together.training.evaluate()
-    assert alone.training.contract == together.training.contract
-    if together.training.owns:
-        assert alone.training.state_sha256() == together.training.state_sha256()
-
-
-SGD = replace(text_config.tiny().optim, name="sgd", lr=0.1)
-FIVE = BatchConfig(global_size=15, micro_size=3)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"autocast": "bf16"}, {"optim": SGD, "batch": FIVE}], ids=["bf16", "sgd, five micro-batches"]
-)
-@world(3)
-def test_three_ranks_make_the_steps_of_one(mesh: Mesh, data: Path, changes: dict) -> None:
-    together = begun(tiny(data, **changes), mesh)
-    assert_same_run(begun(tiny(data, **changes), world_of_one()), together)
-    assert together.training.step_mode == "declared"
-
-
 @world(2)
 def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
     mine = data.with_name(f"text of rank {mesh.rank}")
@@ -92,12 +66,3 @@ def test_ranks_with_other_texts_do_not_begin(mesh: Mesh, data: Path) -> None:
     words = r"rank 0 says which" if mesh.rank else r'  data.sha256: "\w+" on rank 0, "\w+" on rank 1$'
     with pytest.raises(ContractBroken, match=words):
         TextTraining(tiny(mine), mesh)
-
-
-def test_a_switch_that_chooses_other_kernels_is_part_of_the_configuration(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = TextTraining(tiny(data)).training.contract
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    now = TextTraining(tiny(data)).training.contract
-    assert {key for key, value in now.items() if value != before[key]} == {"environment.MKL_CBWR"}

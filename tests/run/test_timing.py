@@ -1,13 +1,24 @@
-"""Where the time of a rank's steps goes, while it trains, and what the ranks tell each other of it."""
+"""What ranks tell each other of their time, their memory, and the hashes of their micro-batches."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from instep.events import GRADIENT_SYNC, PARAMETER_GATHER, STEP, Recorder
+import pytest
+import torch
+
+from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, PARAMETER_GATHER, STEP, Event, Recorder, Timeline
+from instep.mesh.mesh import Mesh
+from instep.replicate.gradient_hashes import GradientHashes
+from instep.run.peak_memory import peak_memory, words
 from instep.run.timing import LOOKED_AT, NUM_OWN, Timing
+from instep.run.writer import gather_leaves
 from instep.timeline.breakdown import parts
+from instep.timeline.bubbles import bubbles
 from instep.timeline.straggler import OwnTimes
+from tests.run.text_training import STEPS, tiny, trained
+from tests.world import world
 
 
 class Played:
@@ -91,15 +102,6 @@ def test_no_time_between_two_steps_is_in_neither(played: Played) -> None:
     assert found.parts["unattributed"] == pytest.approx(0.007) and found.steps == 3
 
 
-def test_an_optimizers_step_does_not_end_a_step_that_is_begun_by_name(played: Played) -> None:
-    timing = Timing(played.recorder, num_ranks=1)
-    timing.begin(5)
-    played.recorder.stepped()
-    played.step()
-    timing.end()
-    assert [event.step for event in played.recorder.events if event.name == STEP] == [5]
-
-
 def test_waits_are_those_of_the_open_step_so_far(played: Played) -> None:
     timing = Timing(played.recorder, num_ranks=2)
     assert timing.waits() == (0, 0, 0)
@@ -110,22 +112,6 @@ def test_waits_are_those_of_the_open_step_so_far(played: Played) -> None:
     assert timing.waits() == pytest.approx((0.005, 0.011, 0))
     timing.begin(1)
     assert timing.waits() == (0, 0, 0)
-
-
-def test_the_breakdown_is_of_all_steps_and_of_no_step_it_is_empty(played: Played) -> None:
-    timing = Timing(played.recorder, num_ranks=1)
-    assert (timing.breakdown().steps, timing.breakdown().rank, timing.breakdown().wall_s) == (0, 1, 0)
-    timing.end()
-    assert timing.breakdown().steps == 0 and timing.slow() is None and timing.own == [0.0] * NUM_OWN
-    for step in range(4):
-        timing.begin(step)
-        played.step(compute_ms=30 + 10 * step)
-    timing.end()
-    found = timing.breakdown()
-    assert found.steps == 4 and found.wall_s == pytest.approx(0.055)
-    assert found.parts["compute"] == pytest.approx(0.045) and found.causes == {
-        GRADIENT_SYNC: pytest.approx(0.005)
-    }
 
 
 def test_the_breakdown_leaves_out_what_this_part_of_the_run_has_not_made(played: Played) -> None:
@@ -176,3 +162,91 @@ def test_the_slow_rank_is_found_from_what_was_heard_and_ranks_without_a_step_cou
     for step in range(8, 8 + LOOKED_AT):
         timing.heard([own(0, step, 0.05), own(1, step, 0.05), own(2, step, 0.05)])
     assert timing.slow() is None
+
+
+def of_step(mesh: Mesh, step: int) -> list[Event]:
+    return Timeline(mesh.recorder.events).of(mesh.recorder.rank, step)
+
+
+@world(2)
+def test_in_training_every_rank_hears_of_every_other_one_step_later(mesh: Mesh, data: Path) -> None:
+    training = trained(tiny(data), mesh).training
+    heard = [OwnTimes.from_list([*figures]) for figures in training.timing._heard]
+    assert [(own.step, own.rank) for own in heard] == [(s, r) for s in range(STEPS - 1) for r in range(2)]
+    mine = [own for own in heard if own.rank == mesh.rank]
+    for step, own in enumerate(mine):
+        found = parts(of_step(mesh, step))
+        assert found is not None
+        whole = OwnTimes.of(found)  # whose end is read some moments after
+        assert (own.compute, own.data, own.micro_batches) == (
+            whole.compute,
+            whole.data,
+            whole.micro_batches,
+        )
+        assert own.wall <= whole.wall and whole.wall - own.wall == pytest.approx(whole.host - own.host)
+        assert own.wall >= own.compute + own.data + own.host > 0
+        assert own.micro_batches == training.config.batch.num_micro_batches // 2
+
+
+@world(2)
+def test_what_a_step_says_it_waited_is_what_its_bubbles_are(mesh: Mesh, data: Path) -> None:
+    training = trained(tiny(data), mesh).training
+    training.timing.end()
+    made = training.last
+    assert made is not None
+    found = bubbles(of_step(mesh, STEPS - 1))
+    told = sum(bubble.duration_s for bubble in found) * 1e3
+    assert made.exposed_ms + made.waiting_ms == pytest.approx(told, rel=1e-6)
+    assert {bubble.cause for bubble in found} <= {GRADIENT_SYNC, GLOBAL_LOSS}
+    assert training.timing.breakdown().steps == STEPS
+
+
+@world(2)
+def test_a_run_that_takes_no_step_has_a_breakdown_that_can_be_told(mesh: Mesh, data: Path) -> None:
+    training = trained(tiny(data), mesh, steps=0).training
+    training.timing.end()
+    assert training.timing.breakdown().steps == 0
+
+
+@world(2, by="process")
+def test_every_rank_hears_of_all_and_the_host_is_more_than_one_and_less_than_all(mesh):
+    found = peak_memory(mesh.world.group, torch.device("cpu"))
+    assert [(row["rank"], row["gpu_peak"]) for row in found["ranks"]] == [(0, None), (1, None)]
+    (host,) = found["hosts"]
+    peaks = [row["resident_peak"] for row in found["ranks"]]
+    if None not in peaks:
+        assert max(peaks) < host["resident_peak"] < sum(peaks)  # both have torch loaded, once
+
+
+def found(*peaks: int | None, hosts: tuple[int | None, ...], gpu: int | None = None) -> dict[str, Any]:
+    rows = [{"resident_peak": peak, "gpu_peak": gpu} for peak in peaks]
+    return {"ranks": rows, "hosts": [{"resident_peak": each} for each in hosts]}
+
+
+@pytest.mark.parametrize(
+    ("memory", "line"),
+    [
+        (found(3.1e8, 3e8, hosts=(5.12e8,)), "at most 310 MB per rank, 512 MB for all ranks of the host"),
+        (found(3.1e8, 3e8, hosts=(5e8, 6e8)), "at most 310 MB per rank, 600 MB for all ranks of a host"),
+        (found(3.1e8, hosts=(3.1e8,)), "at most 310 MB per rank"),
+        (found(3e8, hosts=(3e8,), gpu=2.15e9), "at most 2,150 MB of GPU memory per rank, 300 MB per rank"),
+        (found(None, None, hosts=(None,)), "not known"),
+    ],
+)  # fmt: skip
+def test_the_line_tells_of_the_rank_and_the_host_that_took_most(memory: dict[str, Any], line: str) -> None:
+    assert words(memory) == line
+
+
+def digests(leaf: int) -> dict[str, str]:
+    return {"w": f"{leaf:016x}", "a": "b"}
+
+
+@world(3)
+def test_the_micro_batches_of_all_ranks_are_gathered_in_order_and_the_sum(mesh: Mesh) -> None:
+    mine = {0: [4, 5], 1: [0], 2: [1, 2, 3]}[mesh.rank]
+    seen = GradientHashes({leaf: digests(leaf) for leaf in mine}, {"w": str(mesh.rank)})
+    found = gather_leaves(mesh.world.group, seen)
+    ranks = [1, 2, 2, 2, 0, 0]
+    leaves = [{"leaf": i, "rank": rank, "parameters": digests(i)} for i, rank in enumerate(ranks)]
+    assert found == {"leaves": leaves, "reduced": {"w": "0"}}
+    assert list(found["leaves"][0]["parameters"]) == ["w", "a"]  # registration order
