@@ -163,22 +163,6 @@ def test_a_mark_stays_until_something_is_written_to(mesh: Mesh, kind: str) -> No
         model.close()
 
 
-@world(2)
-def test_an_optimizer_that_was_left_out_is_noticed_when_it_steps(mesh: Mesh) -> None:
-    objects = KINDS["one model in slices"](mesh, "a")
-    left_out = objects.pop("small_sgd")
-    registered = Registered(objects)
-    state = registered.state()
-    assert state.steps is not None
-    for fine in (objects["large_adamw"], *state.steps.locals, SGD(nn.Linear(2, 2).parameters())):
-        registered.require_registered(fine)
-        registered.require_registered(fine)
-    with pytest.raises(
-        ValueError, match=r"SGD steps 'small\.first\.weight' of a registered model, and is not"
-    ):
-        registered.require_registered(left_out)
-
-
 def test_a_compiled_wrapper_is_the_wrapper() -> None:
     wrapped = DataParallel(Net("a"), process_group=world_of_one())
     compiled = Registered({"model": torch.compile(wrapped, backend="eager")})

@@ -314,20 +314,6 @@ def test_closing_waits_no_longer_than_told_and_can_be_tried_again(
     assert whole_step(tmp_path) == 1
 
 
-def test_a_save_begun_before_ranks_met_anew_and_one_begun_since_both_count(
-    tmp_path: Path, gate: threading.Event
-) -> None:
-    # A rank was added after step 1, whose save went on; the new ranks saw no checkpoint, and saved it too.
-    savers = Saver(), Saver()
-    for saver in savers:
-        saver.save(tmp_path, *drafted(**state(1)))
-    gate.set()
-    for saver in savers:
-        saver.close(30)
-        assert saver.last == tmp_path / "step-00000001"
-    assert os.listdir(tmp_path) == ["step-00000001"]
-
-
 def test_a_rank_that_is_gone_ends_the_wait_for_its_part_at_once(tmp_path: Path) -> None:
     # Killed in the summary with a divided state, it was waited for until the deadline, and the disk blamed.
     table = own_peer(0), own_peer(1)
@@ -345,27 +331,6 @@ def test_a_rank_that_is_gone_ends_the_wait_for_its_part_at_once(tmp_path: Path) 
     finally:
         over.set()
     saver.close()
-
-
-def test_the_wait_for_the_save_before_beats_while_that_goes_on(tmp_path: Path, gate: threading.Event) -> None:
-    """A disk may need minutes for it; and a thread that hangs must not look as if it went on."""
-    beats: list[int] = []
-    flight = background._Flight(tmp_path, 1, lambda own: _beat_twice(own, gate))
-    flight.start()
-    while flight.beats < 1:
-        os.sched_yield()
-    assert not flight.wait(0.01, lambda: beats.append(1))
-    assert beats == []  # nothing has happened meanwhile
-    gate.set()
-    assert flight.wait(30, lambda: beats.append(1))
-    assert beats == [1]
-
-
-def _beat_twice(flight: background._Flight, gate: threading.Event) -> Path:
-    flight.beat()
-    gate.wait()
-    flight.beat()
-    return Path()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,6 @@ from instep.elastic.faults import (
     named,
     parse,
     parse_all,
-    poison_gradients,
 )
 from instep.elastic.heartbeat import MAX_FAULTS, PHASES, HeartbeatPage
 
@@ -204,45 +202,9 @@ def test_signals_are_sent_to_this_process_and_a_slow_rank_sleeps(monkeypatch: py
     assert sent == [*((os.getpid(), number) for number in SIGNALS.values()), 2.5]
 
 
-def ended_by(body: Callable[[], None]) -> int:
-    """How a process of its own ends in ``body``."""
-    pid = os.fork()
-    if not pid:
-        try:
-            body()
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_kill_and_exit_leave_nothing_to_clean_up() -> None:
-    assert ended_by(lambda: FaultInjector([Fault("kill")]).reach("forward", 0)) == -signal.SIGKILL
-    assert ended_by(lambda: FaultInjector([Fault("exit", code=7)]).reach("forward", 0)) == 7
-
-
 def test_an_exception_says_where_it_was_injected() -> None:
     with pytest.raises(RuntimeError, match=r"^fault injected at step 2 in save$"):
         FaultInjector([Fault("raise", step=2, phase="save")]).reach("save", 2)
-
-
-@pytest.mark.parametrize("kind", ["hang", "spin"])
-def test_endless_loops_end_with_the_process_only(kind: str) -> None:
-    """What interrupts them here is a signal; nothing else does."""
-
-    class Alarm(Exception):
-        pass
-
-    def ring(number: int, frame: object) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(Alarm):
-            KINDS[kind](Fault(kind))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_one_bit_of_the_entry_that_was_named_flips() -> None:
@@ -252,25 +214,6 @@ def test_one_bit_of_the_entry_that_was_named_flips() -> None:
     assert entries[1][1].tolist() != [1.0, 1.0]
     FaultInjector([Fault("flip")], entries=lambda: entries).reach("forward", 0)
     assert entries[0][1].tolist() != [1.0, 1.0]
-
-
-def test_every_gradient_of_a_parameter_is_nan_until_that_is_over() -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
-    injector = FaultInjector([Fault("nan", step=4, name="0.weight")])
-    assert injector.nan_due(5) is None
-    fault = injector.nan_due(4)
-    assert fault is not None and fault == injector.nan_due(4)
-    embedding, weight = model[0].weight, model[1].weight
-    handles = [poison_gradients(x) for x in (named(fault, list(model.named_parameters())), weight)]
-    for spoiled in (True, True, False):
-        if not spoiled:
-            for handle in handles:
-                handle.remove()
-        model.zero_grad()
-        model(torch.tensor([1, 2])).sum().backward()
-        assert torch.isnan(embedding.grad.coalesce().values()).all() == spoiled
-        assert torch.isnan(weight.grad).all() == spoiled
-        assert not torch.isnan(model[1].bias.grad).any()
 
 
 def test_a_name_that_is_not_there_is_said_so() -> None:
@@ -320,14 +263,3 @@ def test_elements_are_counted_in_logical_order():
 def test_what_is_not_there_cannot_flip(index, bit):
     with pytest.raises(ValueError, match="expected one of the"):
         flip_bit(torch.zeros(6), index, bit)
-
-
-def test_autograd_does_not_notice():
-    weight = torch.nn.Parameter(torch.ones(3))
-    loss = (weight * weight).sum()
-    version = weight._version
-    flip_bit(weight, 1, 22)
-    assert weight._version == version
-    loss.backward()  # would raise if a version had moved
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0, 3.0, 2.0]

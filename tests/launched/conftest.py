@@ -14,8 +14,6 @@ from instep.run.toml import to_toml
 from tests.launched.command import train
 
 STEPS = 8
-LONG = 48  # steps: with them slowed down, enough for a signal to arrive
-SLOWLY = ("--fault", f"slow:rank=0,phase=data,step=1,steps={LONG},seconds=0.1")  # no load, and no other bits
 
 
 @pytest.fixture(scope="session")

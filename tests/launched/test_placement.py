@@ -16,12 +16,10 @@ from instep.record.directory import CHECKPOINTS, CONFIG, RECORD, SUMMARY, WORKER
 from instep.record.jsonl import read_lines
 from instep.timeline.trace_files import FOLDER
 from tests.launched.command import (
-    TORCHRUN,
     assert_same_run,
     events,
     faults,
     read_until,
-    run,
     started_warm,
     summary,
     train,
@@ -149,24 +147,3 @@ def test_a_rank_that_takes_a_lost_ones_place_has_no_hashes_and_none_waits_for_th
     assert "never came" not in ended.err
     assert len(events(tmp_path / "run", "failure")) == 1
     assert_same_run(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_that_finds_its_place_by_itself(
-    recipe: tuple[str, ...], undisturbed: Path, tmp_path: Path
-) -> None:
-    """The directory's name is made up, with what tells this start by torchrun from any other in it.
-
-    One run stands for all under torchrun, for it imports torch five times.
-    """
-    launcher = [*TORCHRUN[:-1], "--nproc-per-node", 2, "--max-restarts", 1, TORCHRUN[-1]]
-    flags = (*recipe, "--checkpoint.every", 2, *faults("kill:rank=1,step=5,phase=exchange"))
-    env = {"TMPDIR": os.environ["TMPDIR"]}
-    ended = run(*launcher, "instep", "train", *flags, cwd=tmp_path, env=env)
-    assert ended.code == 0, ended.err
-    (path,) = (tmp_path / "runs").iterdir()
-    assert_same_run(path, undisturbed)
-    shown = path.relative_to(tmp_path)
-    assert f"resumed from {shown / 'checkpoints' / 'step-00000004'}, step 4" in ended.err
-    assert (summary(path)["restarts"], summary(path)["world_size"]) == (1, 2)
-    assert ended.out.count("state  sha256") == 1

@@ -1,25 +1,22 @@
-"""``instep report`` on runs as they are left: whole, going on, killed in the middle of a step, resumed."""
+"""What a run tells of itself: its report, its summary, and the advice where something was planted.
+
+Faults last long against a step, so that a busy machine does not matter.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from instep.record.directory import RECORD
-from instep.record.jsonl import read_lines
-from instep.record.step_lines import steps_recorded
-from instep.run.folder import workers
-from tests.launched.command import Ended, instep, read_until, started_warm, train, tree
-from tests.launched.conftest import SLOWLY, STEPS
-
-LONG = 60  # steps: more than are made before a signal arrives
+from instep.elastic.faults import Fault
+from tests.launched.command import Ended, instep, summary, train, tree
+from tests.launched.conftest import STEPS
 
 
 def report(run_dir: Path, out: Path, *words: object) -> tuple[dict[str, Any], Ended]:
@@ -44,41 +41,6 @@ def test_a_finished_run_is_accounted_for_rank_by_rank(recipe: tuple[str, ...], t
     assert re.search(r"^time   [\d,.]+ ms a step on average over \d+ = compute ", said.out, re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_going_on_then_killed_then_resumed_on_fewer_ranks(recipe: tuple[str, ...], tmp_path: Path) -> None:
-    path, flags = tmp_path / "run", (*recipe, "--steps", LONG, "--checkpoint.every", 10)
-    with started_warm("train", *flags, *SLOWLY, "-n", 2, "--run-dir", path, cwd=tmp_path) as process:
-        read_until(process, f"step 21/{LONG}")  # the save of step 20 has waited for that of step 10
-        pids = [process.pid, *(peer.pid for peer in workers(path))]
-        for pid in pids:  # in the middle of something, until it has been looked at
-            os.kill(pid, signal.SIGSTOP)
-        story, _ = report(path, tmp_path / "going on")
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
-    done = steps_recorded(path)
-    assert story["run"]["state"] == "running"
-    notes = [note for note in story["run"]["notes"] if "not whole" not in note]  # stopped as it was written
-    assert notes == [f"the run is still going: {done} of {LONG} steps so far"]
-
-    story, said = report(path, tmp_path / "killed")
-    assert story["run"]["state"] == "ended early"
-    assert f"note   the run ended early, after {done} of {LONG} steps\n" in said.out
-    known = story["over_time"]["steps"]
-    assert known == [*range(len(known))] and abs(len(known) - done) <= 1
-    assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0, 1]
-
-    resumed = train(*flags, "-n", 1, "--run-dir", path, "--resume", "--stop-after", done + 5, cwd=tmp_path)
-    assert resumed.code == 75, resumed.err
-    (begin,) = (line["step"] for line in read_lines(path / RECORD) if line.get("restarts") == 1)
-    story, _ = report(path, tmp_path / "resumed", "--steps", begin - 1, begin, done + 4)
-    ranks = [[row["rank"] for row in step["ranks"]] for step in story["timeline"]["steps"]]
-    assert ranks == [[0, 1], [0], [0]] and story["over_time"]["steps"] == [*range(done + 5)]
-    assert story["run"]["world_size"] == 1 and [line["world_size"] for line in story["starts"]] == [2, 1]
-    assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0]
-    assert re.fullmatch(r"rank 1 took part until step \d+: .*", story["run"]["notes"][-1])
-
-
 def test_a_run_that_is_resumed_after_its_last_step_says_so_and_stays_as_it_was(
     undisturbed: Path, recipe: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -94,3 +56,45 @@ def test_a_run_that_is_resumed_after_its_last_step_says_so_and_stays_as_it_was(
     story, _ = report(path, tmp_path / "out")
     assert story["run"]["state"] == "finished" and story["over_time"]["steps"] == [*range(STEPS)]
     assert [row["rank"] for row in story["breakdown"]["ranks"]] == [0]
+
+
+PLANTED_STEPS = 12
+SLEEP_S = 0.4  # a step has some 0.02, and several times that on a busy machine
+EVERY_STEP = {"step": 1, "steps": PLANTED_STEPS, "seconds": SLEEP_S}
+
+
+def run(recipe: Sequence[str], faults: Sequence[Fault], path: Path) -> tuple[list[str], dict[str, Any]]:
+    """A run on two ranks: the lines that it ends with, and its figures."""
+    words = [f"--fault={fault}" for fault in faults]
+    ended = train(*recipe, "--steps", PLANTED_STEPS, *words, "-n", 2, "--run-dir", "run", cwd=path)
+    assert ended.code == 0, ended.err
+    return ended.out.splitlines(), summary(path / "run")
+
+
+@pytest.mark.parametrize(
+    ("phase", "slow_in", "words_for_it"),
+    [
+        ("forward", "its own compute", "computes longer"),
+        ("data", "its data", "waits longer for its data"),
+    ],
+)
+def test_a_slow_rank_is_named_in_the_first_line_of_the_advice(
+    phase: str, slow_in: str, words_for_it: str, recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    said, found = run(recipe, [Fault("slow", rank=1, phase=phase, **EVERY_STEP)], tmp_path)
+    slow, first = found["slow_rank"], found["advice"][0]
+    assert (slow["rank"], slow["phase"]) == (1, slow_in)
+    assert first["cause"] == "slow rank"
+    assert f"Rank 1 {words_for_it}" in first["text"]
+    assert first["gain_ms"] == pytest.approx(1e3 * SLEEP_S, rel=1 / 3)
+    line = next(line for line in said if line.startswith("advice "))
+    assert first["text"] in line
+
+
+@pytest.mark.slow
+def test_where_all_are_equally_slow_nobody_is_named(recipe: tuple[str, ...], tmp_path: Path) -> None:
+    both = [Fault("slow", rank=rank, **EVERY_STEP) for rank in range(2)]
+    said, found = run(recipe, both, tmp_path)
+    assert found["slow_rank"] is None
+    assert found["advice"] == []
+    assert not [line for line in said if line.startswith(("advice ", "slow "))]

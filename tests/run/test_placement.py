@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import instep
 from instep.checkpoint.registered import Registered
 from instep.reduce.tree import rank_major
-from instep.run.placement import global_batch, layout_of, number_words, shard_axis
+from instep.run.placement import global_batch, layout_of, shard_axis
 from instep.run.settings import ScriptBatch, ScriptConfig
 from tests.parity import world_of_one
 
@@ -51,23 +51,6 @@ def test_shard_groups_are_as_large_as_asked_for_or_larger_and_leave_no_rank_over
     assert not any(num_ranks % n == 0 for n in range(asked, axis))
     assert shard_axis(num_ranks, 1) == 1
     assert shard_axis(num_ranks, -1) == num_ranks
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (0, "0"),
-        (412, "412"),
-        (1_234, "1.23 k"),
-        (12_345, "12.3 k"),
-        (99_999, "100 k"),
-        (437_760, "0.44 M"),
-        (124_000_000, "124 M"),
-        (1_558_000_000, "1.56 G"),
-    ],
-)
-def test_a_number_has_the_digits_that_say_something(number: int, said: str) -> None:
-    assert number_words(number) == said
 
 
 PP: dict[str, Any] = {"schedule": "interleaved", "micro_batches": 2, "chunks": 2}

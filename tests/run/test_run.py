@@ -580,30 +580,6 @@ def test_what_a_step_draws_is_keyed_by_seed_and_step(begin: Begin) -> None:
 # Two models.
 
 
-def test_two_models_and_two_optimizers_are_one_run(begin: Begin, tmp_path: Path) -> None:
-    def train(name: str, stop: int = -1, **words: Any) -> None:
-        loop = begin(name, **words)
-        critic = instep.DataParallel(nn.Linear(2, 1), loop.run.mesh)
-        c_adam = torch.optim.Adam(critic.parameters(), lr=0.05)
-
-        def before(step: instep.Step) -> None:
-            for _ in critic.micro_batches(2):
-                with loop.model.no_sync():
-                    critic(loop.model(torch.randn(3, 4)).detach()).square().mean().backward()
-            c_adam.step()
-            c_adam.zero_grad()
-            stopping(loop, stop)(step)
-
-        with suppress(SystemExit):
-            loop.train(4, before=before, critic=critic, c_adam=c_adam)
-
-    train("whole")
-    train("parts", stop=1)
-    train("parts", resume=True)
-    parts, whole = summary(tmp_path / "parts"), summary(tmp_path / "whole")
-    assert (parts["steps"], parts["state_sha256"]) == (4, whole["state_sha256"])
-
-
 # What is given back.
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 
 from instep.elastic.faults import flip_bit
 from instep.errors import ReplicasDiffer
-from instep.events import PARAMETER_GATHER
 from instep.mesh.mesh import Mesh
 from instep.recipes.text_config import Config
 from instep.record.step_lines import SAMPLE_EVERY
@@ -141,18 +139,6 @@ def test_a_module_that_was_sharded_by_half_may_join_again(
 
 def _lose(*args: object, **options: object) -> None:
     raise RuntimeError("a rank is lost")
-
-
-@world(2)
-def test_gathers_of_weights_are_in_the_breakdown_and_in_no_bucket(mesh: Mesh, data: Path) -> None:
-    both = trained(config(data, 3), mesh)
-    both.training.timing.end()
-    found = both.training.timing.breakdown()
-    assert found.gathers_s > 0
-    assert 0 <= found.gathers_hidden_s <= found.gathers_s
-    assert PARAMETER_GATHER not in found.hosts
-    assert type(found).from_json(json.loads(json.dumps(found.to_json()))) == found
-    both.close()
 
 
 @pytest.mark.parametrize(("rank", "heals"), [(0, False), (1, True)])

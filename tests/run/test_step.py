@@ -52,18 +52,6 @@ def test_before_the_update_a_rank_has_all_and_after_it_nothing(loop: Loop) -> No
     assert found == [Holds.EVERYTHING, Holds.EVERYTHING, Holds.NOTHING] * 2
 
 
-def test_an_undeclared_gradient_leaves_all_as_it_was(loop: Loop) -> None:
-    found = []
-    for step in loop.run.steps(2, model=loop.model, optimizer=loop.optimizer):
-        with step:
-            loop.model(torch.randn(3, 4)).square().mean().backward()
-            found.append(held(loop))
-            loop.optimizer.step()
-            found.append(held(loop))
-            loop.optimizer.zero_grad()
-    assert found == [Holds.EVERYTHING, Holds.NOTHING] * 2
-
-
 def test_a_tensor_that_the_script_writes_to_counts(loop: Loop) -> None:
     found = []
 
