@@ -63,7 +63,7 @@ def test_an_epoch_opens_each_shard_once_or_twice_on_one_rank() -> None:
     loader = loader_of(shelf)
     for _ in range(loader.num_steps(1) - 1):
         read_step(loader, 1)
-    assert sorted(shelf.opened.values())[-2] <= 2  # the first one also for the first sample, which ranks compare
+    assert sorted(shelf.opened.values())[-2] <= 2  # but for the first sample, which ranks compare
     assert shelf.num_read < 1.5 * sum(SIZES)
 
 
