@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from instep.record.directory import RECORD
+from instep.recipes import text_config
+from instep.record.directory import CONFIG, RECORD, command_again
 from instep.record.jsonl import EVENTS, JsonLines, to_json
 from instep.record.step_lines import (
     Made,
@@ -22,6 +23,8 @@ from instep.record.step_lines import (
     starts,
     step_line,
 )
+from instep.run.settings import ScriptConfig
+from instep.run.toml import to_toml
 
 ONE = {"world_size": 1, "placement": {"dp": 1}, "strategy": "bucketed", "parallel": {}}
 START = {"restarts": 0, "fingerprint": "f", "numerical": {"seed": 0}}
@@ -167,3 +170,26 @@ def test_a_run_that_continues_keeps_its_events_and_drops_the_steps_to_make_again
     JsonLines(tmp_path / RECORD, before_step=1).close()
     kept = [json.loads(line) for line in (tmp_path / RECORD).read_text().splitlines()]
     assert kept == [lines[0], lines[1], lines[3]] and EVENTS.problem(kept[0]) == ""
+
+
+LEAVES = ("--stop-after", "3", "--record.leaves")
+SCRIPT = ScriptConfig(script="my train.py", arguments=("--lr", "1e-3"))
+
+
+MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
+
+
+@pytest.mark.parametrize(
+    ("settings", "command"),
+    [
+        (text_config.tiny(), "instep train --config {path}/config.toml --run-dir again {leaves}"),
+        (SCRIPT, "instep run --run-dir again {leaves} 'my train.py' --lr 1e-3"),
+        (MODULE, "instep run --run-dir again {leaves} -m mine.train"),
+        (ScriptConfig(), ""),
+    ],
+    ids=["recipe", "script", "module", "notebook"],
+)
+def test_it_is_in_the_words_of_what_has_made_the_run(settings: object, command: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(to_toml(settings))
+    leaves = " ".join(LEAVES)
+    assert command_again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path, leaves=leaves)

@@ -1,4 +1,8 @@
-"""What a run goes on from: the newest state that can be trusted, under the contract of its beginning."""
+"""What a run goes on from: the newest state that can be trusted, under the contract of its beginning.
+
+What ranks were given when they met is no edit of one of them. Otherwise all would hash all that they hold in
+the first exchange after each recovery.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import instep
 from instep.checkpoint.load import read_manifest
 from instep.checkpoint.manifest import MANIFEST_FILE
 from instep.checkpoint.save import MODEL_FILE
-from instep.errors import CheckpointRejected, ContractBroken
+from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.mesh.mesh import Mesh
 from instep.recipes.text_config import Config
 from instep.record.directory import CHECKPOINTS
 from instep.run.rank_state import Holds
-from instep.run.recovery import Checkpoints, Snapshots, restore_newest, take
+from instep.run.recovery import Checkpoints, Snapshots, restore_newest, send, take
 from instep.run.script_training import ScriptTraining
+from instep.step import replica_watch
 from tests.parity import world_of_one
+from tests.replicate.test_drift import Loop
 from tests.run.snapshots import Supervisor, snapshots_of
 from tests.run.text_training import STEPS, TextTraining, tiny, trained
 from tests.world import world
@@ -209,3 +216,70 @@ def test_the_newest_state_wins_wherever_it_is(mesh: Mesh, data: Path) -> None:
     training.compare_replicas()
     assert mine.step().loss == reference.step().loss
     assert training.state_sha256() == reference.training.state_sha256()
+
+
+Counted = list[int]
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """A number for each time that a rank has hashed all weights in an exchange."""
+    counted: Counted = []
+    compare = replica_watch.compare_replicas
+
+    def counting(shards: object, step: int, *rest: object) -> object:
+        counted.append(step)
+        return compare(shards, step, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replica_watch, "compare_replicas", counting)
+    return counted
+
+
+def joined(mesh: Mesh, data: Path) -> TextTraining:
+    """Rank 1 has just joined; the others have made a step without it, as far as that can be had."""
+    mine = TextTraining(tiny(data), mesh)
+    if mesh.rank != 1:
+        with torch.no_grad():
+            for p in mine.module.parameters():
+                p.add_(0.01)
+    send(mine.training, 0)
+    return mine
+
+
+@world(3)
+def test_no_exchange_hashes_the_weights_for_a_state_that_was_sent(
+    mesh: Mesh, data: Path, compared: Counted
+) -> None:
+    mine = joined(mesh, data)
+    mine.step()
+    mine.leave()
+    assert compared == []
+
+
+@world(3)
+def test_what_one_rank_does_after_it_was_sent_the_state_is_seen(
+    mesh: Mesh, data: Path, compared: Counted
+) -> None:
+    mine = joined(mesh, data)
+    if mesh.rank == 1:
+        with torch.no_grad():
+            next(mine.module.parameters()).add_(0.01)
+    with pytest.raises(ReplicasDiffer, match=r"^after 0 optimizer steps, .* rank 1 holds"):
+        mine.step()
+    mine.leave()
+    assert compared
+
+
+@world(3)
+def test_what_all_have_loaded_is_no_edit_of_the_one_that_had_written_before(
+    mesh: Mesh, tmp_path: Path, compared: Counted
+) -> None:
+    loop = Loop(mesh, "bucketed")
+    loop.step()
+    instep.save(tmp_path, step=1, model=loop.model, optimizer=loop.optimizer)
+    with torch.no_grad():
+        if mesh.rank == 1:
+            loop.module[0].bias.add_(1)
+    instep.load(tmp_path, model=loop.model, optimizer=loop.optimizer)
+    loop.step()
+    assert compared == []
