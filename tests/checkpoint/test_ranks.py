@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -386,21 +385,3 @@ def test_what_was_saved_in_one_partition_is_loaded_in_another(seed: int) -> None
 
 def bits(x: Tensor) -> bytes:
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "message"),
-    [
-        ("step-00000003", 2, r"holds several checkpoints: name one, such as .*step-00000003"),
-        (".", 3, r"manifest\.json: cannot be read"),
-    ],
-)
-def test_the_command_says_in_a_sentence_what_is_no_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, name: str, code: int, message: str
-) -> None:
-    (tmp_path / name).mkdir(exist_ok=True)
-    monkeypatch.setattr("sys.argv", ["convert", str(tmp_path), str(tmp_path / "out.safetensors")])
-    with pytest.raises(SystemExit) as ended:
-        convert.main()
-    assert ended.value.code == code
-    assert re.search(message, capsys.readouterr().err)
