@@ -395,7 +395,6 @@ class RunLoop(Iterator[RunStep]):
         """Give the files back; the mesh stays, for what a script does after its last step."""
         self._is_over = True
         self._listen_no_longer()
-        self.work.close()
         if self._generation is not None:
             self._generation.close()
         while self._claimed:

@@ -123,15 +123,6 @@ class StepWork:
         self._norms: list[float] = []  # of each update
         self._clips = Clips(Recorder())
         self._skipped = ""  # why this step is not applied
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        ]
-
-    def close(self) -> None:
-        """There are no more steps."""
-        for hook in self._hooks:
-            hook.remove()
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Figures of this step."""
@@ -187,6 +178,7 @@ class StepWork:
             self._clips = Clips(training.mesh.recorder)
             self._token = clipping.set(self._clips)
         self._is_open = True
+        _open[self._thread] = self
         self.phases.begin()
 
     def end(self) -> float:
@@ -240,6 +232,7 @@ class StepWork:
         self._watching.close()
         if self._is_open:
             clipping.reset(self._token)
+            del _open[self._thread]
             if self.training.config.record.leaves:
                 self.training.seen = joined({key: self.hashes[key] for key in self.reduced})
         self._is_open = False
@@ -295,11 +288,8 @@ class StepWork:
                 "with zero_grad()"
             )
 
-    # Before an optimizer's step.
-
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._is_open or threading.get_ident() != self._thread:
-            return None
+    def before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Before the step of an optimizer."""
         name = self._optimizers.get(id(optimizer))
         if name is None:
             steppers = self.training.state.steps.locals
@@ -330,9 +320,9 @@ class StepWork:
 
         return (args[0], without_gradients), others
 
-    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
         """RuntimeError if ``optimizer`` has changed weights in a step that is skipped."""
-        if not self._is_open or not self._skipped or id(optimizer) not in self._optimizers:
+        if not self._skipped or id(optimizer) not in self._optimizers:
             return
         now = [p._version for group in optimizer.param_groups for p in group["params"]]
         if now != self._before and offered(optimizer) is None:
@@ -358,6 +348,24 @@ class StepWork:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
+
+
+_open: dict[int, StepWork] = {}  # by thread
+
+
+def _before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    step = _open.get(threading.get_ident())
+    return None if step is None else step.before_update(optimizer, args, kwargs)
+
+
+def _after_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (step := _open.get(threading.get_ident())) is not None:
+        step.after_update(optimizer)
+
+
+# Once, and not by each run: torch walks over the hooks of all optimizers without a lock.
+register_optimizer_step_pre_hook(_before_update)
+register_optimizer_step_post_hook(_after_update)
 
 
 def share(

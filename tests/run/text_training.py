@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -64,7 +63,6 @@ class TextTraining:
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.on_enter
         self.work = StepWork(training, self.injector)
-        weakref.finalize(self, self.work.close)  # its hook is on all optimizers of the process
         if mesh is None:
             training.keep()
             return
@@ -107,7 +105,6 @@ class TextTraining:
         return [self.step() for _ in range(num_steps)]
 
     def close(self) -> None:
-        self.work.close()
         if self.training.has_joined:
             self.training.registered.leave()
 
