@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from instep.timeline.advice import Advice
 from instep.timeline.analysis import analyse, summary_lines
 from instep.timeline.breakdown import PARTS, RankBreakdown
+from instep.timeline.run_setting import setting_of
 from instep.timeline.straggler import SlowRank
 from instep.timeline.trace_files import read_traces
 from tests.timeline.made_up_run import DATA, FLIGHT, HOST, UPDATE, MadeUpRun, setting
@@ -52,6 +53,11 @@ def test_a_rank_that_the_run_goes_on_without_is_in_the_rows_and_not_in_the_break
 
 
 NAMES = [*asdict(setting()), "more"]
+
+
+def test_more_stages_than_ranks_are_no_setting():
+    """The advice on unequal shares divided by no pipelines at all."""
+    assert setting_of({**asdict(setting()), "pp": 3}) is None
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
