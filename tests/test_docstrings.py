@@ -25,7 +25,7 @@ from instep.step.micro_batches import MicroBatch
 from instep.timeline.trace import TraceSession
 from instep.verify.gradient_report import Report
 from tests.test_docs import program
-from tests.test_exports import OBJECTS
+from tests.test_package import OBJECTS
 
 # What users are given, and do not make.
 GIVEN = {

@@ -1,13 +1,17 @@
-"""A span is recorded with its times, its step and its bytes, also when what it spans raises."""
+"""A span is recorded with its times, its step and its bytes, in a ring that outlives its writer."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from instep.events import STEP, Event, Recorder, Timeline
+from instep.ring_buffer import FIRST, NAMES_BYTES, OTHER, RECORD, RingBuffer, read_head
 
 
 def names(events: list[Event]) -> list[str]:
@@ -52,21 +56,6 @@ def test_a_span_inside_one_of_its_name_is_a_part_of_it():
     assert names(recorder.events) == ["data", "forward", "forward"]
 
 
-def test_what_is_cancelled_leaves_nothing_and_the_next_one_is_recorded():
-    recorder = Recorder()
-    recorder.span("update", lane="compute").begin().cancel()
-    recorder.span("update", lane="compute").begin().end()
-    assert names(recorder.events) == ["update"]
-
-
-def test_the_last_events_are_kept():
-    recorder = Recorder(capacity=3)
-    for name in "abcde":
-        with recorder.span(name, lane="host"):
-            pass
-    assert names(recorder.events) == ["c", "d", "e"]
-
-
 def test_threads_with_a_lane_of_their_own_do_not_hide_each_other_s_spans():
     recorder, both_inside = Recorder(), threading.Barrier(2)
 
@@ -80,31 +69,6 @@ def test_threads_with_a_lane_of_their_own_do_not_hide_each_other_s_spans():
     for thread in threads:
         thread.join()
     assert sorted(event.lane for event in recorder.events) == ["replica 0", "replica 1"]
-
-
-def test_several_things_that_have_ended_are_recorded_at_once():
-    recorder = Recorder(rank=2)
-    recorder.step = 4
-    with recorder.as_lane("replica 1"):
-        recorder.put_all([("queued", 1, 2, 0, -1)], lane="communication", bucket=3)
-    recorder.put_all([("wait", 2, 5, 0, 0), ("exchange", 5, 6, 80, -1)], lane="communication", bucket=7)
-    fields = [
-        (x.lane, x.name, x.start_ns, x.end_ns, x.bytes, x.step, x.bucket, x.peer) for x in recorder.events
-    ]
-    assert fields == [
-        ("replica 1", "queued", 1, 2, 0, 4, 3, -1),
-        ("communication", "wait", 2, 5, 0, 4, 7, 0),
-        ("communication", "exchange", 5, 6, 80, 4, 7, -1),
-    ]
-
-
-def test_who_watches_is_told_of_the_spans_that_it_names():
-    recorder, told = Recorder(), []
-    recorder.watch, recorder.watched = lambda name, begins: told.append((name, begins)), {"forward"}
-    with recorder.span("forward", lane="compute"), recorder.span("data", lane="data"):
-        pass
-    recorder.span("forward", lane="compute").begin().cancel()
-    assert told == [("forward", True), ("forward", False)] * 2
 
 
 def test_a_step_reaches_from_its_begin_to_the_begin_of_the_next():
@@ -140,27 +104,6 @@ def test_steps_of_optimizers_are_counted_unless_somebody_else_counts():
     assert [event.step for event in driven.events] == [7]
 
 
-def test_two_lanes_of_exchanges_record_the_same_name_at_once():
-    recorder = Recorder()
-    with recorder.span("exchange", lane="communication", bucket=0):
-        recorder.span("exchange", lane="communication", bucket=1).begin().end()
-    assert sorted(event.bucket for event in recorder.events) == [0, 1]
-
-
-def test_the_open_step_is_told_as_if_it_ended_now_with_what_the_device_has_done():
-    recorder = Recorder()
-    assert recorder.so_far() == []
-    recorder.marks = device = Device()
-    recorder.begin_step(3)
-    recorder.span("forward", lane="compute").begin().end()
-    ((what, begun),) = device.given
-    device.done.append((what, begun, 700))
-    issued, done, step = recorder.so_far()
-    assert (issued.lane, done.lane, done.end_ns) == ("host", "compute", 700)
-    assert (step.name, step.step) == (STEP, 3) and step.end_ns >= issued.end_ns
-    assert STEP not in names(recorder.events)
-
-
 def test_the_open_step_has_the_events_that_are_its_own_from_its_begin_on():
     recorder = Recorder(capacity=4)
     for step, name in ((1, "before"), (2, "given up"), (2, "again")):
@@ -175,18 +118,6 @@ def test_the_open_step_has_the_events_that_are_its_own_from_its_begin_on():
     for i in range(5):
         recorder.span(f"{i}", lane="host").begin().end()
     assert names(recorder.so_far()) == ["1", "2", "3", "4", STEP]
-
-
-def test_a_step_goes_on_in_another_ring_with_what_is_recorded_there(tmp_path):
-    for step in (3, 3):
-        recorder = Recorder()
-        recorder.begin_step(step)
-        recorder.span("in memory", lane="host").begin().end()
-        recorder.keep_in(tmp_path / "ring", 8, {"boot": "this"})  # which has those of the first time
-        recorder.span("in the file", lane="host").begin().end()
-        assert names(recorder.so_far()) == ["in the file", STEP]
-    recorder.keep_in_memory()
-    assert names(recorder.so_far()) == [STEP]
 
 
 class Device:
@@ -224,25 +155,6 @@ def test_what_a_device_does_is_recorded_when_it_is_done_beside_its_issue():
     assert (events[1].start_ns, events[1].end_ns) == (100, 500)
 
 
-def test_what_belongs_to_no_stage_says_so_and_what_a_device_does_for_one_keeps_it():
-    recorder = Recorder()
-    recorder.marks = device = Device()
-    recorder.begin_step(0)
-    with recorder.span("forward", lane="compute", leaf=3, stage=0):
-        pass
-    recorder.put("update", 1, 2, lane="host")
-    ((what, begun),) = device.given
-    device.done.append((what, begun, 500))
-    told = [(event.lane, event.name, event.stage) for event in recorder.so_far()]
-    assert told == [
-        ("host", "forward", 0),
-        ("host", "update", -1),
-        ("compute", "forward", 0),
-        ("host", STEP, -1),
-    ]
-    assert [event.stage for event in recorder.events] == [0, -1, 0]
-
-
 def test_a_timeline_is_sorted_and_knows_its_ranks_and_steps():
     late, early = Event(1, "compute", "a", 5, 6, step=0), Event(0, "host", STEP, 1, 9, step=0)
     timeline = Timeline([late, early, Event(0, "host", "b", 2, 3), Event(0, "host", STEP, 9, 12, step=1)])
@@ -250,3 +162,98 @@ def test_a_timeline_is_sorted_and_knows_its_ranks_and_steps():
     assert (timeline.ranks, timeline.steps, early.duration_s) == ([0, 1], [0, 1], 8e-9)
     assert timeline.of(1, 0) == [late] and timeline.of(1, 1) == []
     assert timeline.window(0, 0) == early and timeline.window(1, 0) is None
+
+
+HEAD = {"boot": "this one", "rank": 3}
+
+
+def put(ring: RingBuffer, step: int, name: str = "forward") -> None:
+    ring.put(name, "compute", 10 * step, 10 * step + 5, step, step, -1, -1, -1)
+
+
+def steps(ring: RingBuffer) -> list[int]:
+    return [record[4] for record in ring.since(0)]
+
+
+@pytest.fixture(params=["memory", "file"])
+def path(request, tmp_path):
+    return None if request.param == "memory" else tmp_path / "ring"
+
+
+def test_the_records_since_a_number_come_oldest_first_as_far_as_they_are_kept(path):
+    ring = RingBuffer(4, path, HEAD)
+    for newest in range(1, 12):
+        put(ring, newest)
+        for count in range(newest + 2):
+            kept = [*range(max(count, newest - 4) + 1, newest + 1)]
+            assert [(record[0], record[4]) for record in ring.since(count)] == [(x, x) for x in kept]
+
+
+def test_a_place_that_holds_another_number_is_left_out(path):
+    ring = RingBuffer(4, path, HEAD)
+    for step in range(6):
+        put(ring, step)
+    RECORD.pack_into(ring._memory, FIRST + RECORD.size, *[0] * 11)  # that of number 6, the newest
+    assert steps(ring) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("written", [0, 1, 3, 4, 5, 7, 8, 9, 11])
+def test_a_file_is_gone_on_with_where_it_ended(tmp_path, written):
+    first = RingBuffer(4, tmp_path / "ring", HEAD)
+    for step in range(written):
+        put(first, step, f"name {step}")
+    second = RingBuffer(4, tmp_path / "ring", {**HEAD, "rank": 4})
+    assert second.newest == written
+    put(second, 99)
+    assert steps(second) == [*range(written), 99][-4:]
+    names = {second.names[record[8]] for record in second.since(0)}
+    assert names == {"forward", *(f"name {step}" for step in range(max(written - 3, 0), written))}
+    head, in_file = read_head(tmp_path / "ring")
+    assert (head["rank"], in_file) == (4, second.names)
+
+
+@pytest.mark.parametrize(("capacity", "boot"), [(4, "another"), (4, None), (5, HEAD["boot"])])
+def test_another_boot_with_another_clock_and_another_capacity_begin_a_new_ring(tmp_path, capacity, boot):
+    put(RingBuffer(4, tmp_path / "ring", HEAD), 1)
+    assert steps(RingBuffer(capacity, tmp_path / "ring", {**HEAD, "boot": boot})) == []
+
+
+def test_a_file_that_is_no_ring_is_replaced(tmp_path):
+    (tmp_path / "ring").write_bytes(b"x" * FIRST)
+    assert read_head(tmp_path / "ring") is None
+    ring = RingBuffer(4, tmp_path / "ring", HEAD)
+    assert steps(ring) == []
+    assert read_head(tmp_path / "ring") is not None
+
+
+def test_names_beyond_their_part_of_the_file_are_called_other():
+    ring = RingBuffer(2)
+    for i in range(NAMES_BYTES // 100):
+        put(ring, i, f"{i:098}")
+    put(ring, 0, "one too many" * 10)
+    assert ring.names[ring.since(ring.newest - 1)[0][8]] == OTHER
+    assert ring.names[0] == OTHER
+
+
+def test_a_full_disk_is_an_error_at_once_and_not_a_signal_later(tmp_path, monkeypatch):
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space left"):
+        RingBuffer(2, tmp_path / "ring", HEAD)
+
+
+def test_threads_lose_no_record(tmp_path: Path) -> None:
+    ring = RingBuffer(4000, tmp_path / "ring", HEAD)
+
+    def write(thread: int) -> None:
+        for i in range(1000):
+            put(ring, 1000 * thread + i, f"thread {thread}")
+
+    threads = [threading.Thread(target=write, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(steps(RingBuffer(4000, tmp_path / "ring", HEAD))) == [*range(4000)]

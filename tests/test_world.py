@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from instep.launch.rank_exit import RankFailed
-from tests.pool import Job, run_in_pool
 from tests.world import world
 
 SHOULD_BE_FREE = threading.Event()
@@ -23,42 +22,9 @@ def gathered(mesh, value: int) -> list[int]:
     return out.tolist()
 
 
-@world(4)
-def test_ranks_are_distinct_and_share_a_world(mesh):
-    assert gathered(mesh, 10 * mesh.rank) == [0, 10, 20, 30]
-
-
-@world(4)
-def test_threads_have_no_default_group(mesh):
-    assert not dist.is_initialized()
-    assert len(set(gathered(mesh, threading.get_ident()))) == 4
-    assert len(set(gathered(mesh, os.getpid()))) == 1
-
-
-@world(1)
-def test_a_world_of_one_has_no_group(mesh):
-    assert mesh.world.pg is None
-    assert gathered(mesh, 7) == [7]
-
-
-@world(4, dp=2, tp=2)
-def test_axes_of_one_name_are_groups_of_their_own(mesh):
-    out = torch.empty(2, dtype=torch.int64)
-    mesh.along["tp"].group.all_gather(out, torch.tensor([mesh.rank]), "the gathering of a test")
-    assert out.tolist() == [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
-
-
 @pytest.fixture
 def seven() -> int:
     return 7
-
-
-@pytest.mark.parametrize("scale", [1, 3])
-@world(2)
-def test_parameters_and_fixtures_reach_the_body(mesh, scale, seven, tmp_path):
-    (tmp_path / str(mesh.rank)).touch()
-    assert gathered(mesh, scale * seven * mesh.rank) == [0, 7 * scale]
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 @world(2, by="process")
@@ -159,29 +125,3 @@ def test_past_the_deadline_the_stacks_of_stuck_processes_are_shown():
     with pytest.raises(TimeoutError, match=r"rank 0, 1 of 2 did not end within 1 s") as failure:
         both_wait_in_native_code()
     assert str(failure.value).count("in both_wait_in_native_code") == 2
-
-
-@pytest.mark.parametrize("by", ["thread", "process"])
-def test_a_body_may_skip(by):
-    with pytest.raises(pytest.skip.Exception, match="not today"):
-        world(2, by=by)(skips)() if by == "thread" else skips_in_its_process()
-
-
-def skips(mesh):
-    pytest.skip("not today")
-
-
-skips_in_its_process = world(2, by="process")(skips)
-
-
-def test_the_first_parameter_is_the_mesh():
-    with pytest.raises(TypeError, match="expected mesh as the first parameter"):
-
-        @world(2)
-        def body(size, mesh): ...
-
-
-def test_a_module_that_is_not_there_is_the_rank_s_error():
-    job = Job("tests.nowhere", "body", {}, {}, 5.0)
-    with pytest.raises(RankFailed, match="failed with ModuleNotFoundError"):
-        run_in_pool(2, "gloo", job, 60)

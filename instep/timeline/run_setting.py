@@ -42,7 +42,8 @@ def setting_of(found: Any) -> RunSetting | None:
     needed = {field.name for field in fields(RunSetting) if field.default is MISSING}
     if needed - known.keys() or not all(_can_be(name, value) for name, value in known.items()):
         return None
-    return RunSetting(**known)
+    setting = RunSetting(**known)
+    return setting if setting.pp <= setting.world_size else None
 
 
 def _can_be(name: str, value: object) -> bool:

@@ -11,24 +11,14 @@ import pytest
 import torch
 
 from instep.bench.options import PipelineOptions
-from instep.bench.pipeline import (
-    MeasuredStep,
-    PipelineResults,
-    PipelineSteps,
-    draw,
-    is_crowded,
-    run,
-    short_row,
-)
+from instep.bench.pipeline import PipelineResults, PipelineSteps, is_crowded, run
 from instep.bench.pipeline_rank import PipelineLoop, count_kept, variant
 from instep.events import PIPELINE, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.config import GPTConfig
-from instep.pipeline.actions import Action
 from instep.pipeline.check import peak_activations
 from instep.pipeline.schedules import NAMES, generate
-from instep.pipeline.simulate import StageTimes, makespan_s, simulate
-from tests.launched.command import instep
+from instep.pipeline.simulate import StageTimes, simulate
 from tests.world import world
 
 FORWARD_S, INPUT_GRADIENT_S, WEIGHT_GRADIENT_S = [0.010, 0.012], [0.008, 0.009], [0.007, 0.010]
@@ -90,50 +80,8 @@ def test_each_step_is_simulated_with_its_own_times() -> None:
     assert steps_of("zb-h1", 4).row()["weight gradient(ms)"] == pytest.approx(8.5)
 
 
-def test_one_micro_batch_waits_for_half_of_the_step_and_more_of_them_for_less() -> None:
-    formula = [steps_of("gpipe", m).by_formula() for m in (1, 2, 4, 8)]
-    assert formula == pytest.approx([1 / 2, 1 / 3, 1 / 5, 1 / 9])
-    assert steps_of("zb-h2", 2).by_formula() is None  # it has no room for its forwards
-    assert steps_of("zb-h2", 3).by_formula() == pytest.approx(0)
-
-
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    row = steps_of("gpipe", 2).row()
-    assert (row["q25(ms)"], row["step(ms)"], row["q75(ms)"]) == pytest.approx((1100, 1600, 2100))
-
-
-def test_the_first_stage_has_no_input_gradient_and_waits_all_the_same() -> None:
-    made = generate("zb-h1", 2, 2)
-    times = StageTimes([0.010, 0.010], [0.0, 0.010], [0.020, 0.010], 0.003)
-    timeline = simulate(made, times)
-    found = MeasuredStep.of(made, [{"step_s": 1.0, "events": told(timeline, rank)} for rank in (0, 1)])
-    assert found.message_s == pytest.approx(0.003)
-    assert found.times.input_gradient_s == pytest.approx([0.0, 0.010])
-    assert found.times.weight_gradient_s == pytest.approx([0.020, 0.010])
-    assert makespan_s(found.simulated) == pytest.approx(makespan_s(timeline))
-
-
-def test_a_replay_has_the_time_of_each_action_and_a_simulation_their_mean() -> None:
-    made = generate("1f1b", 2, 4)
-    uneven = {Action(0, "F", 1): 0.050, Action(1, "B", 2): 0.070}
-    timeline = simulate(made, StageTimes(0.010, 0.010, 0.010, 0.003, single=uneven))
-    found = MeasuredStep.of(made, [{"step_s": 1.0, "events": told(timeline, rank)} for rank in (0, 1)])
-    assert makespan_s(found.replayed) == pytest.approx(makespan_s(timeline))
-    assert makespan_s(found.simulated) < makespan_s(timeline) - 0.005
-
-
 def results(options: PipelineOptions, schedules: Sequence[str] = ("gpipe", "1f1b")) -> PipelineResults:
     return PipelineResults(options, [steps_of(name, m) for m in options.counts for name in schedules])
-
-
-def test_rows_begin_with_one_micro_batch(tmp_path: Path) -> None:
-    options = PipelineOptions(schedules=("gpipe,1f1b",), micro_batches=("8,1", "2"))
-    found = results(options)
-    assert [row["micro-batches"] for row in found.rows] == [1, 1, 2, 2, 8, 8]
-    assert short_row(found.rows[0])["bubble"] == "51.7%"  # of 58 ms a rank computes 28
-    assert found.rows[-1]["kept"] == found.rows[-1]["kept by schedule"] == "2, 1"
-    files = {path.name for path in draw(found, tmp_path / "a.svg")}
-    assert files == {"a.svg", "a.png", "a-steps.svg", "a-steps.png"}
 
 
 def test_more_ranks_than_cores_show_no_bubbles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,23 +104,5 @@ def test_ranks_keep_what_their_schedule_says(mesh: Mesh, schedule: str) -> None:
     made = generate(schedule, 2, 4)
     kept = count_kept(mesh, loop, 4)["micro_batches"]
     expected = peak_activations(made)[mesh.rank] * 2 / made.num_stages
-    assert kept == pytest.approx(expected, rel=0.1)
+    assert kept == pytest.approx(expected, abs=0.1)
     loop.model.close()
-
-
-def test_the_command_writes_a_row_per_schedule_and_number_of_micro_batches(tmp_path: Path) -> None:
-    small = "--schedules 1f1b,zb-v --micro-batches 1,3 --width 32 --context 8 --layers 4 --samples 1"
-    files = "--json a.json --csv a.csv --chart a.svg"
-    ended = instep("bench", "pipeline", *small.split(), *files.split(), cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert [(row["schedule"], row["micro-batches"]) for row in found["rows"]] == [
-        ("1f1b", 1),
-        ("zb-v", 1),
-        ("1f1b", 3),
-        ("zb-v", 3),
-    ]
-    assert all(0 < row["bubble"] < 1 and 0 < row["simulated bubble"] < 1 for row in found["rows"])
-    assert len(found["times"]["zb-v, 3"][0]["forward_s"]) == 4
-    assert "A step by schedule: GPT of 4 blocks" in ended.out
-    assert all((tmp_path / name).exists() for name in ("a.csv", "a.svg", "a.png", "a-steps.png"))

@@ -9,8 +9,7 @@ from instep.bench import hosts, link, steps
 from instep.bench.options import StepsOptions
 from instep.bench.steps import StepResults
 from instep.bench.steps_rank import memory_columns
-from instep.bench.tables import short
-from instep.bench.variants import ALONE, DDP, LINK_VARIANTS, NONE, Variant
+from instep.bench.variants import ALONE, DDP, NONE, Variant
 from instep.bench.workloads import Workload
 from instep.net import device
 from tests.lab import why_not
@@ -46,32 +45,11 @@ def answers():
     return StepResults([rank_0, rank_1])
 
 
-def test_a_step_takes_as_long_as_on_its_slowest_rank(answers):
-    assert answers.steps(NONE.name) == [2.0, 2.0, 2.0]
-    assert answers.steps(BUCKETED.name) == [2.25, 2.25, 2.25]
-
-
 def test_a_strategy_that_waits_a_quarter_as_long_as_ddp_closes_three_quarters_of_the_gap(answers):
     assert answers.exposed(BUCKETED.name) == [0.25] * 3
     assert answers.gap_closed(BUCKETED.name).median == 0.75
     assert answers.gap_closed(DDP.name).median == 0
     assert answers.gap_closed(NONE.name) == (1, 1, 1)
-
-
-def test_on_gpus_the_others_are_held_against_ddp_over_nccl(answers):
-    for rank in answers.by_rank:
-        rank["DDP-nccl"] = rank.pop(DDP.name)
-    assert answers.gap_closed(BUCKETED.name).median == 0.75
-    assert answers.row(BUCKETED)["x DDP"] == 0.75
-
-
-def test_the_spread_of_what_is_closed_is_over_the_rounds_of_one_gap(answers):
-    for rank in answers.by_rank:
-        rank[DDP.name]["step_s"] = [2.5, 3.0, 4.0]  # of 0.5, 1.0 and 2.0 s to close, 0.25, 0.75 and 1.75 are
-    assert answers.gap_closed(BUCKETED.name) == (0.75, 0.5, 1.25)
-    shown = short([answers.row(BUCKETED)], steps.HIDDEN)[0]
-    assert shown["gap closed(%)"] == "75 (50 to 125)"
-    assert short([answers.row(NONE)])[0]["gap closed(%)"] is None
 
 
 def test_a_declared_step_is_held_against_the_same_in_the_plain_loop():
@@ -86,35 +64,12 @@ def test_a_declared_step_is_held_against_the_same_in_the_plain_loop():
     }
 
 
-def test_there_is_no_gap_to_close_where_ddp_is_as_fast_as_the_floor(answers):
-    for rank in answers.by_rank:
-        rank[DDP.name]["step_s"] = [2.0, 2.0, 2.0]
-    assert answers.gap_closed(BUCKETED.name) is None
-    assert answers.row(BUCKETED)["gap closed(%)"] is None
-
-
-def test_the_header_of_a_bucket_costs_what_the_last_rank_spends_on_it(answers):
-    assert answers.agreement_s(BUCKETED.name) == [pytest.approx(0.1 + 0.025)] * 3
-    headers, hooks, share = answers.checks(BUCKETED.name)
-    assert (headers, hooks) == (pytest.approx(125), pytest.approx(100))
-    assert share == pytest.approx(0.225 / 2.25)
-
-
 def test_a_row_has_shares_of_the_step(answers):
     row = answers.row(BUCKETED)
     assert row["busy(%)"] == pytest.approx(100 * 1.0 / 2.25)
     assert row["exposed(%)"] == pytest.approx(100 * 0.25 / 2.25)
     assert row["efficiency(%)"] == pytest.approx(80)
     assert row["x DDP"] == 0.75
-
-
-def test_what_nobody_records_is_left_empty_rather_than_zero(answers):
-    assert answers.row(DDP)["busy(%)"] is None
-    assert answers.row(NONE)["exposed(ms)"] is None
-
-
-def test_bytes_are_those_of_the_asked_rank(answers):
-    assert (answers.received_bytes(BUCKETED.name), answers.received_bytes(BUCKETED.name, 1)) == (7, 9)
 
 
 TINY = "200K"
@@ -151,22 +106,6 @@ def test_gpus_that_are_not_there_are_told_before_any_process_starts(monkeypatch)
         steps.run(StepsOptions(backend="nccl"))
 
 
-def test_the_rank_that_needs_most_is_told_and_shared_pages_count_once():
-    workload = Workload("tiny", 200_000, batch=1, what="tiny", tokens=8)
-    held = {"parameters": 4_000_000, "gradients": 4_000_000, "optimizer": 0, "buffers": 0, "scratch": 0}
-    process = {"peak": 30_000_000, "now": 30_000_000, "private": 10_000_000, "pss": 15_000_000}
-    server = {"held": {**held, "scratch": 7_000_000}, "activations": 2_000_000, "resident": process}
-    worker = {"held": held, "activations": 1_000_000, "resident": {**process, "peak": 32_000_000}}
-    idle = {"held": None, "activations": None, "resident": None}
-    found = memory_columns([server, worker, idle], workload)
-    assert (found["state(MB)"], found["scratch(MB)"], found["activations(MB)"]) == (8, 7, 2)
-    assert (found["peak(MB)"], found["host(MB)"]) == (32, 10 + 10 + 20 + 2)
-    assert found["formula(MB)"] * 1e6 == 2 * workload.gradient_bytes
-    assert set(memory_columns([idle], workload).values()) == {None, found["formula(MB)"], 0}
-    on_gpus = [{**server, "on_gpu": 9_000_000}, {**worker, "on_gpu": 8_000_000}]
-    assert memory_columns(on_gpus, workload)["peak(MB)"] == 9
-
-
 @pytest.mark.parametrize(
     ("strategy", "each"),
     [("bucketed", 16), ("stage1", 12), ("stage2", 10), ("stage3", 8)],
@@ -191,16 +130,6 @@ def test_a_run_over_a_link_counts_the_bytes_of_the_gradients():
         assert rows[strategy]["into rank 0(MB)"] * 1e6 == pytest.approx(tiny.gradient_bytes, rel=0.05)
     assert rows["none"]["into rank 0(MB)"] < 0.01
     assert found.link.wire_s > found.link.line_rate_s(tiny.gradient_bytes) / 2
-
-
-@pytest.mark.parametrize(
-    "one", [one for one in LINK_VARIANTS if one.backend and "-" in one.name], ids=lambda one: one.name
-)
-def test_buckets_have_all_gradients_once(one):
-    if one.strategy in ("wire", "latency"):
-        return
-    workload = Workload("small", 2_000_000, batch=1, what="small")
-    assert sum(link.bucket_bytes(one, workload)) == workload.gradient_bytes
 
 
 def test_a_link_needs_two_ranks():

@@ -8,24 +8,18 @@ import torch
 from instep.bench import workloads
 from instep.bench.steps_rank import DROPPED, measure_steps
 from instep.bench.variants import (
-    ALONE,
-    DDP,
     DECLARED_THREADS,
     DECLARED_VARIANTS,
     HOST_VARIANTS,
-    LATENCY,
     LINK_VARIANTS,
     NONE,
     ONE,
     SHARDED_VARIANTS,
     THREADS,
-    WIRE,
     WORKER_VARIANTS,
     SharedModel,
     TrainingLoop,
-    Variant,
     choose,
-    over,
 )
 from instep.bench.workloads import MLPConfig, Workload
 from instep.bench.worlds import World
@@ -42,18 +36,6 @@ class OneRank:
 @pytest.fixture
 def shared():
     return SharedModel(OneRank(), TINY)
-
-
-def test_copies_of_the_model_share_their_memory_and_nothing_else(shared):
-    one, other = shared.copy(), shared.copy()
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert p is not q
-        assert p.data_ptr() == q.data_ptr()
-
-
-def test_tied_weights_stay_tied_in_a_copy(shared):
-    model = shared.copy()
-    assert model.head.out.weight is model.embedding.tokens.weight
 
 
 @pytest.mark.parametrize("one", [NONE, ONE, THREADS, DECLARED_THREADS], ids=lambda one: one.name)
@@ -79,15 +61,6 @@ def _loss(runner):
     runner.step()
     with torch.no_grad():
         return runner.shared.loss(runner.model, runner.batch).item()
-
-
-def test_who_shards_takes_part_only_if_it_is_asked_for():
-    assert choose(HOST_VARIANTS, [], SHARDED_VARIANTS) == list(HOST_VARIANTS)
-    assert set(choose(HOST_VARIANTS, ["sharded"], SHARDED_VARIANTS)) == {NONE, ALONE, DDP, *SHARDED_VARIANTS}
-    assert set(choose(HOST_VARIANTS, ["stage3"], SHARDED_VARIANTS)) - {NONE, ALONE, DDP} == {
-        Variant("stage3", "gloo"),
-        Variant("stage3", "shm"),
-    }
 
 
 @world(2, by="process")
@@ -134,45 +107,6 @@ def test_a_turn_of_a_small_model_is_several_steps_after_one_that_is_not_timed(me
     assert [len(values) for values in found[NONE.name].values()] == [2] * len(found[NONE.name])
 
 
-def test_what_the_others_are_held_against_always_takes_part():
-    assert set(choose(HOST_VARIANTS, ["naive"])) == {
-        NONE,
-        ALONE,
-        DDP,
-        Variant("naive", "gloo"),
-        Variant("naive", "shm"),
-    }
-    assert set(choose(LINK_VARIANTS, ["bucketed-4MB-gloo"])) == {
-        NONE,
-        WIRE,
-        LATENCY,
-        DDP,
-        Variant("bucketed", "gloo", 4),
-    }
-
-
-def test_nobody_has_the_name_of_another():
-    for variants in ((*HOST_VARIANTS, *SHARDED_VARIANTS, *DECLARED_VARIANTS), LINK_VARIANTS, WORKER_VARIANTS):
-        assert len({one.name for one in variants}) == len(variants)
-
-
-def test_declared_steps_take_part_only_if_they_are_asked_for():
-    chosen = choose(HOST_VARIANTS, ["bucketed", "bucketed-gloo-declared"], DECLARED_VARIANTS)
-    assert [one.name for one in chosen if one.declared] == ["bucketed-gloo-declared"]
-    assert set(DECLARED_VARIANTS) < set(choose(HOST_VARIANTS, ["declared"], DECLARED_VARIANTS))
-
-
 def test_a_strategy_that_nobody_knows_is_refused_with_those_that_are_known():
     with pytest.raises(ValueError, match=r"strategy 'ring': expected one of DDP, .*bucketed-shm"):
         choose(HOST_VARIANTS, ["ring"])
-
-
-def test_on_gpus_everything_that_is_sent_goes_over_nccl():
-    chosen = over("nccl", choose(HOST_VARIANTS, ["sharded", "bucketed", "threads"], SHARDED_VARIANTS))
-    assert {one.name for one in chosen} == {
-        *("none", "alone", "DDP-nccl", "bucketed-nccl", "stage1-nccl", "stage2-nccl", "stage3-nccl"),
-    }
-
-
-def test_over_shared_memory_ddp_over_gloo_is_still_what_others_are_held_against():
-    assert over("shm", choose(HOST_VARIANTS, ["bucketed"])) == [NONE, ALONE, DDP, Variant("bucketed", "shm")]

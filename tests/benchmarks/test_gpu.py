@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks.gpu.report import sections
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -99,55 +96,6 @@ def test_the_exit_code_is_1_if_a_part_fails_or_differs(text: str, amiss: str | N
     assert runner.returncode == (amiss is not None), err
     assert (f"Not as expected: {amiss}." in out) == (amiss is not None)
     assert ends(tmp_path)["after"] == "done"
-
-
-def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
-    runner = started(tmp_path, {"before": GOOD, "hanging": HANGS, "after": GOOD})
-    assert runner.stdout is not None and runner.stderr is not None
-    while "hanging: begun" not in runner.stdout.readline():
-        assert runner.poll() is None, runner.stderr.read()
-    runner.send_signal(signal.SIGTERM)
-    runner.communicate()
-    assert runner.returncode == 128 + signal.SIGTERM
-    assert [x["part"] for x in findings(tmp_path)] == ["before", "before", "hanging"]
-    assert "| before | done |" in (tmp_path / "out" / "tables.md").read_text()
-    assert_gone(int((tmp_path / "out" / "log.txt").read_text().split()[-1]))
-
-
-def test_parts_without_a_gpu_or_without_time_are_skipped_by_name(tmp_path: Path) -> None:
-    for words, why, options in (
-        ((), "no GPU", {"needs_gpu": True}),
-        (("--minutes", 0.01), "1 s left", {"seconds": 60}),
-    ):
-        runner = started(tmp_path, {"one": GOOD}, *words, **options)
-        runner.communicate()
-        assert runner.returncode == 0
-        assert [(x["verdict"], x["why"]) for x in findings(tmp_path)] == [("skipped", why)]
-
-
-def test_a_line_of_a_killed_part_that_is_not_whole_hides_no_other(tmp_path: Path) -> None:
-    torn = "open(os.path.join(sys.argv[5], 'results.jsonl'), 'a').write('{\"part\": '); sys.exit(3)"
-    runner = started(tmp_path, {"torn": torn, "after": GOOD})
-    out, err = runner.communicate()
-    assert runner.returncode == 1, err
-    assert "torn: failed" in out and "Not as expected: torn." in out
-    assert "after: done" in out
-
-
-def test_hashes_are_in_one_table_and_other_parts_in_one_each() -> None:
-    found = [
-        {"part": "1 rank", "what": "naive", "verdict": "same", "sha256": "0" * 64},
-        {"part": "2 ranks", "what": "naive", "verdict": "differs", "sha256": "1" * 64},
-        {"part": "2 ranks", "what": "control", "verdict": "info", "answer": "differs"},
-        {"part": "2 ranks", "what": "", "verdict": "done", "seconds": 2.0},
-        {"part": "timings", "what": "bare", "verdict": "measured", "step_ms": 12.3456, "ratios": [1.0]},
-    ]
-    text = "\n\n".join(sections(found))
-    assert text.startswith("Not as expected: 2 ranks: naive.")
-    assert "|  | 1 rank | 2 ranks |\n| --- | --- | --- |\n| naive | same | differs |" in text
-    assert "| control |  | differs |" in text
-    assert "|  | verdict | step ms |\n| --- | --- | --- |\n| bare | measured | 12.3 |" in text
-    assert "| 2 ranks | done | 2 |" in text
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from instep.timeline.report import render
-from tests.timeline.report_example import IMAGE, SCRIPT, SLOW, STEPS, example, killed
+from tests.timeline.report_example import IMAGE, SCRIPT, STEPS, example, killed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -129,111 +129,6 @@ def test_keys_zoom_move_and_reset(opened):
     assert report.window() == pytest.approx(whole, abs=1)
 
 
-def test_the_window_never_leaves_the_step(opened):
-    report = opened()
-    whole = report.window()
-    report.press("+", *["ArrowRight"] * 30)
-    assert report.window()[1] == pytest.approx(whole[1], abs=1)
-    report.press(*["-"] * 30)
-    assert report.window() == pytest.approx(whole, abs=1)
-    report.press(*["+"] * 60)
-    assert report.window()[1] - report.window()[0] >= 1.9
-
-
-def test_the_wheel_scrolls_the_page_until_the_timeline_is_clicked(opened):
-    report = opened()
-    whole = report.window()
-    x, y = report.at(0.25)
-    report.page.mouse.move(x, y)
-    report.page.mouse.wheel(0, -10)
-    assert report.window() == whole
-    report.page.mouse.move(*report.at(0.25))
-    report.page.mouse.click(*report.at(0.25))
-    under = whole[0] + 0.25 * (whole[1] - whole[0])
-    report.page.mouse.wheel(0, -200)
-    report.page.wait_for_function(f"{SHOWN}.to < {whole[1] - 1}")
-    low, high = report.window()
-    assert high - low < whole[1] - whole[0]
-    assert low + 0.25 * (high - low) == pytest.approx(under, abs=200), "zooms around the pointer"
-
-
-def test_dragging_moves(opened):
-    report = opened()
-    report.press("+", "+")
-    low, high = report.window()
-    report.page.mouse.move(*report.at(0.6))
-    report.page.mouse.down()
-    report.page.mouse.move(*report.at(0.4), steps=4)
-    report.page.mouse.up()
-    assert report.window()[0] - low == pytest.approx(0.2 * (high - low), rel=0.05)
-
-
-def test_two_fingers_zoom(opened):
-    report = opened(**PHONE)
-    low, high = report.window()
-    report.canvas.scroll_into_view_if_needed()
-    box = report.canvas.bounding_box()
-    touch = report.context.new_cdp_session(report.page)
-    for kind, reach in (("touchStart", 30), ("touchMove", 60), ("touchMove", 90)):
-        points = [
-            {"x": box["x"] + 190 + side * reach, "y": box["y"] + 60, "id": side + 1} for side in (-1, 1)
-        ]
-        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-    touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
-    now = report.window()
-    assert now[1] - now[0] == pytest.approx((high - low) / 3, rel=0.15)
-
-
-def test_hovering_tells_what_is_there(opened):
-    report = opened()
-    tip = report.page.locator("#tip")
-    assert tip.is_hidden()
-    report.page.mouse.move(*report.at(0.2))
-    tip.wait_for()
-    assert "backward" in tip.inner_text() and "rank 0, compute" in tip.inner_text()
-    report.page.mouse.move(*report.at(0.5, y=86))
-    playwright.expect(tip).to_contain_text("bucket 0")
-    assert f"for rank {SLOW}" in tip.inner_text()
-    report.page.mouse.move(*report.at(0.72))
-    playwright.expect(tip).to_contain_text("while messages travelled")
-    report.page.mouse.move(5, 5)
-    playwright.expect(tip).to_be_hidden()
-
-
-def test_compute_inside_a_span_of_the_host_is_on_top_and_the_span_below(opened):
-    told = example()
-    rank = told["timeline"]["steps"][0]["ranks"][0]
-    told["timeline"]["names"].append("micro-batch")
-    rank["events"].append([3, len(told["timeline"]["names"]) - 1, 0, 49000, 0, 0, -1, -1])
-    report = opened(told)
-    tip = report.page.locator("#tip")
-    report.page.mouse.move(*report.at(0.2))
-    playwright.expect(tip).to_contain_text("backward")
-    report.page.mouse.move(*report.at(0.2, y=70))
-    playwright.expect(tip).to_contain_text("micro-batch")
-
-
-def test_keys_read_the_events_of_a_rank(opened):
-    report = opened()
-    report.press("ArrowDown", "ArrowDown", "n", "n")
-    assert report.shown("focused") == "1"
-    assert report.shown("picked") == "forward"
-    assert "rank 1" in report.page.locator("#tip").inner_text()
-    assert "forward" in report.page.locator("#said").inner_text()
-    report.press("p")
-    assert report.shown("picked") == "data"
-    report.press("Escape")
-    assert report.shown("picked") == "" and report.page.locator("#tip").is_hidden()
-
-
-def test_a_double_click_fills_the_width_with_an_event(opened):
-    report = opened()
-    event = next(e for e in example()["timeline"]["steps"][0]["ranks"][0]["events"] if e[1] == 2)
-    report.page.mouse.dblclick(*report.at(0.2))
-    low, high = report.window()
-    assert low < event[2] < event[2] + event[3] < high < low + 1.3 * event[3]
-
-
 def test_steps_are_switched(opened):
     report = opened()
     numbers = [str(step) for step in STEPS]
@@ -248,42 +143,6 @@ def test_steps_are_switched(opened):
     report.page.locator("#step").focus()
     report.page.keyboard.press("[")
     assert report.shown("step") == numbers[3], "keys in a list belong to the list"
-
-
-def test_ranks_are_hidden_and_shown(opened):
-    report = opened()
-    assert report.shown("ranks") == "0,1,2,3"
-    tall = report.canvas.bounding_box()["height"]
-    report.page.get_by_role("button", name="Show rank 1").click()
-    assert report.shown("ranks") == "0,2,3"
-    assert report.canvas.bounding_box()["height"] < tall
-    report.page.get_by_role("button", name="All").click()
-    assert report.shown("ranks") == "0,1,2,3"
-
-
-def test_the_table_has_what_the_timeline_shows(opened):
-    report = opened()
-    report.page.locator("#table summary").click()
-    report.page.locator("#table-rank").select_option("1")
-    rank = example()["timeline"]["steps"][0]["ranks"][1]
-    rows = report.page.locator("#table tbody tr")
-    playwright.expect(rows).to_have_count(len(rank["events"]) + len(rank["bubbles"]))
-    backward = next(event for event in rank["events"] if event[1] == 2)
-    assert f"{backward[3] / 1000:.1f}" in rows.filter(has_text="backward").first.inner_text()
-
-
-def test_the_parts_over_time_are_of_the_chosen_rank(opened):
-    report = opened()
-    chart = report.page.locator("#over-time")
-    report.page.locator("#over-rank").select_option(str(SLOW))
-    chart.locator("svg").focus()
-    report.page.keyboard.press("End")
-    told = example()["over_time"]["ranks"][SLOW]["parts"]
-    assert f"step 199: compute {told['compute'][-1]:.1f}" in chart.locator(".read").inner_text()
-    report.page.keyboard.press("ArrowLeft")
-    assert "step 198" in chart.locator(".read").inner_text()
-    report.page.locator("#over-rank").select_option("mean")
-    assert chart.get_attribute("data-rank") == "mean"
 
 
 def test_dark_follows_the_system_until_the_button_is_pressed(opened):
@@ -316,20 +175,6 @@ def test_everything_is_reached_by_tab_and_seen_in_focus(opened):
         reached.add(inside[0])
         assert inside[1] != "none" or report.page.evaluate("document.activeElement === document.body")
     assert {"theme", "step", "in", "out", "fit", "canvas", "over-rank"} <= reached
-
-
-def test_what_is_outside_the_window_or_smaller_than_a_pixel_is_not_painted(opened):
-    told = example(ranks=64, leaves=95)
-    events = sum(len(rank["events"]) for rank in told["timeline"]["steps"][0]["ranks"])
-    tiny = [0, 0, 20.0, 0.001, 0, -1, -1, -1]
-    told["timeline"]["steps"][0]["ranks"][0]["events"] += [tiny] * 5000
-    told["timeline"]["steps"] = told["timeline"]["steps"][:1]
-    report = opened(told)
-    whole = int(report.shown("painted"))
-    bubbles = sum(len(rank["bubbles"]) for rank in told["timeline"]["steps"][0]["ranks"])
-    assert 15_000 < whole <= events + bubbles + 100
-    report.press(*["+"] * 7)
-    assert int(report.shown("painted")) < whole / 4
 
 
 @pytest.mark.parametrize("told", [{}, killed(), example(ranks=1)], ids=["nothing", "killed", "one rank"])

@@ -141,12 +141,6 @@ def test_interruptions_moves_and_torn_lines_are_told(runs, capsys):
     assert f"   warning: {runs[1] / RECORD}, line 8: torn, and left out" in out
 
 
-def test_json_has_everything(runs, capsys):
-    found = json.loads(said(capsys, *runs, "--json", code=FAILED))
-    assert (found["same"], found["first"]["step"], found["first"]["cause"]) == (False, 2, None)
-    assert set(found["notes"]) == {str(run) for run in runs}
-
-
 @pytest.mark.parametrize("content", [b"", b"[]\n", b"\x80\x81\n", b'{"step": 1.5}\n', b"[" * 99_999 + b"\n"])
 def test_a_file_that_is_no_record_is_one_line_on_stderr(runs, capsys, content):
     (runs[1] / RECORD).write_bytes(content)

@@ -13,7 +13,6 @@ import pytest
 
 from instep.cli.exit_codes import DONE, USAGE
 from instep.cli.report import main
-from instep.record import report_data
 from instep.record.directory import CONFIG
 from instep.timeline.trace_files import FOLDER
 from tests.timeline.made_up_run import MadeUpRun
@@ -31,21 +30,6 @@ def files(path: Path) -> set[str]:
     return {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
 
 
-def test_flags_become_options(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(report_data, "write_report", lambda *options: asked.append(options) or [])
-    assert main([str(tmp_path)]) == DONE
-    assert main([str(tmp_path), "--out", "o", "--steps", "3", "5", "--trace-steps", "0"]) == DONE
-    assert asked == [(tmp_path, None, (), 20), (tmp_path, Path("o"), (3, 5), 0)]
-
-
-@pytest.mark.parametrize("words", ["", "r --stesp 3", "r --steps three", "r s"])
-def test_what_is_no_option_is_a_usage_error(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(words.split())
-    assert end.value.code == USAGE and capsys.readouterr().out == ""
-
-
 def test_page_figures_traces_and_picture_are_written_and_named(run, capsys):
     before = files(run)
     assert main([str(run)]) == DONE
@@ -61,31 +45,6 @@ def test_page_figures_traces_and_picture_are_written_and_named(run, capsys):
     assert len(story["breakdown"]["ranks"]) == 2 and "</html>" in (run / "report.html").read_text()
     with gzip.open(run / "trace" / "hta" / "rank-1.json.gz") as file:
         assert json.load(file)["distributedInfo"] == {"backend": "gloo", "rank": 1, "world_size": 2}
-
-
-def test_elsewhere_it_leaves_the_run_as_it_is(run, tmp_path, capsys):
-    before = files(run)
-    assert main([str(run), "--out", str(tmp_path / "a" / "b"), "--trace-steps", "0"]) == DONE
-    assert files(run) == before and files(tmp_path / "a" / "b") == WRITTEN | {
-        "trace/step.svg",
-        "trace/step.png",
-    }
-
-
-def test_reporting_twice_writes_the_same(run, tmp_path):
-    for name in "ab":
-        assert main([str(run), "--out", str(tmp_path / name)]) == DONE
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-    for name in WRITTEN | {"trace/trace.json.gz", "trace/step.png"}:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_the_traces_have_the_last_steps_only(run):
-    assert main([str(run), "--trace-steps", "3"]) == DONE
-    with gzip.open(run / "trace" / "trace.json.gz") as file:
-        trace = json.load(file)
-    steps = {event["args"]["step"] for event in trace["traceEvents"] if "step" in event.get("args", {})}
-    assert steps == {5, 6, 7}
 
 
 def test_a_run_of_no_step_has_a_page_and_a_note(tmp_path, capsys):
@@ -119,14 +78,6 @@ def test_where_there_is_no_run_or_no_way_to_write_a_sentence_says_so(tmp_path, c
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert line.startswith("instep report: error: ") and str(tmp_path / "run") in line
-
-
-def test_an_interrupted_report_says_so(run, monkeypatch, capsys):
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report_data, "report_data", interrupted)
-    assert main([str(run)]) == 130 and "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.cli.exit_codes import DONE, USAGE
+from instep.cli.exit_codes import DONE
 from instep.cli.run import RunFlags, main
 from instep.launch import launch
 from instep.run import start
@@ -16,11 +16,10 @@ from instep.run.script import ScriptCall
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
     """The calls that were made, in place of running them, in a folder with a script and a package."""
-    found = SimpleNamespace(calls=[], configs=[])
+    found = SimpleNamespace(calls=[])
 
     def run(call: ScriptCall, config: RunFlags) -> int:
         found.calls.append(call)
-        found.configs.append(config)
         return DONE
 
     monkeypatch.setattr(launch, "warm", lambda *modules: None)
@@ -63,33 +62,3 @@ def test_a_module_is_run_as_python_runs_it(module, file, runs, tmp_path):
     call = runs.calls[0]
     assert (call.path, call.module) == (tmp_path / "mine" / f"{file}.py", module)
     assert call.arguments == ("-n", "3")
-
-
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        ("", "no script: expected a Python file, or -m and a module"),
-        ("-n 2", "no script: expected"),
-        ("-m", "no script: expected"),
-        ("absent.py", "absent.py is not there: expected a Python script"),
-        ("mine", "mine is a folder: expected a Python script"),
-        ("-m nowhere", "-m nowhere: expected a module"),
-        ("-m nowhere.fit", "-m nowhere.fit: No module named 'nowhere'"),
-        ("-m mine.absent", "-m mine.absent: expected a module"),
-        ("-n -1 train.py", "ranks: expected 0 or more, got -1"),
-        ("--checkpoint.keep 1 train.py", "checkpoint.keep: expected 2 or more, got 1"),
-    ],
-)
-def test_what_cannot_run_ends_in_one_line(args, line, runs, capsys):
-    assert main(args.split()) == USAGE
-    said = capsys.readouterr()
-    assert said.err.startswith(f"instep run: error: {line}")
-    assert (said.out, said.err.count("\n"), runs.calls) == ("", 1, [])
-
-
-def test_a_mistyped_flag_is_a_usage_error(runs, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--rank", "2", "train.py"])
-    assert end.value.code == USAGE
-    assert "--ranks" in capsys.readouterr().err
-    assert runs.calls == []

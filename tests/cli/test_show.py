@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from instep.cli.exit_codes import DONE, USAGE
+from instep.cli.exit_codes import DONE
 from instep.cli.show import MOST_RANKS, PHASES, WIDTH, algorithms, chosen, lines, main
-from instep.comm.algorithms import SCHEDULES
 
 EVERY = sorted(set(algorithms().values()))
 
@@ -132,32 +131,3 @@ def test_an_algorithm_of_several_collectives_names_each_where_it_begins(word, si
 )
 def test_words_are_those_of_the_benchmark_and_the_collective_before_them_if_need_be(word, chosen_one):
     assert chosen(word) == chosen_one
-
-
-def test_every_algorithm_has_a_word():
-    assert set(EVERY) == {(collective, name) for collective in SCHEDULES for name in SCHEDULES[collective]}
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("rign", "unknown algorithm 'rign': did you mean 'ring'?"),
-        ("xyz", "unknown algorithm 'xyz': expected one of naive, "),
-        ("ring -n 1", "expected 2 to 16 ranks, got 1"),
-        ("ring -n 17", "expected 2 to 16 ranks, got 17"),
-    ],
-)
-def test_what_cannot_be_shown_is_a_usage_error(words, line, capsys):
-    assert main(words.split()) == USAGE
-    said = capsys.readouterr()
-    assert said.err.startswith(f"instep show: error: {line}")
-    assert said.out == ""
-
-
-def test_help_lists_every_algorithm(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == DONE
-    out = capsys.readouterr().out
-    for word in ("ring", "reduce-broadcast", "halving-doubling", "broadcast-naive", "scatter-allgather"):
-        assert word in out

@@ -42,11 +42,6 @@ def test_every_algorithm_gives_its_result_bit_by_bit_for_the_bytes_of_its_cost(s
     world(size, backend=backend)(every_algorithm)()
 
 
-@world(3, by="process")
-def test_processes_get_what_threads_get(mesh):
-    every_algorithm(mesh)
-
-
 def every_algorithm(mesh):
     for dtype, count in INPUTS:
         xs = everybodys(mesh.world.size, count, dtype)

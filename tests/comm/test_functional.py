@@ -127,17 +127,6 @@ def test_one_loss_that_all_ranks_share_would_count_three_times_with_all_reduce_s
     assert found == {"reduce_from_all": [1.0, 1.0], "all_reduce_sum": [3.0, 3.0]}
 
 
-@world(2)
-def test_views_and_inputs_without_a_gradient_pass(mesh):
-    messages = Messages(mesh.world.pg)
-    x = torch.ones(3, 2).t()
-    assert functional.all_gather(x, messages).shape == (4, 3)
-    z = (torch.ones(2, dtype=torch.complex64) * 1j).conj()
-    assert functional.all_reduce_sum(z, messages).tolist() == [-2j, -2j]
-    y = functional.all_reduce_sum(x, messages)
-    assert not y.requires_grad and bool((x == 1).all())
-
-
 def test_a_world_of_one_needs_no_group_and_rows_that_do_not_fit_are_refused():
     messages = Messages(None)
     x = torch.ones(2, 3, requires_grad=True)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -94,31 +93,6 @@ def test_every_rank_finds_its_place_and_the_launcher_s_world(tmp_path, monkeypat
         assert facts["cwd"] == str(tmp_path.parent)
         assert facts["start_method"] == multiprocessing.get_start_method()
     assert not Path(store).exists()
-
-
-def gather_pids(directory: Path) -> None:
-    world = init(timeout_s=PATIENCE_S)
-    out = torch.empty(2, dtype=torch.int64)
-    world.world.group.all_gather(out, torch.tensor([os.getpid()]), "the gathering of a test")
-    (directory / str(world.rank)).write_text(json.dumps(out.tolist()))
-    world.close()
-
-
-def test_two_launches_at_a_time_do_not_meet(tmp_path):
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
-    threads = [
-        threading.Thread(target=launch, args=(gather_pids, (place,)), kwargs={"ranks": 2}) for place in places
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (a, also_a), (b, also_b) = map(reports, places)
-    assert a == also_a
-    assert b == also_b
-    assert not set(a) & set(b)
 
 
 def fail_on_rank_one(fail: Callable[..., None], *args: object) -> None:

@@ -114,8 +114,8 @@ PLACES = {
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMIX_RANK": "0"},
         LaunchEnvironment(),
     ),
-    "a step of tasks, whose rank PMI says too": (
-        SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5"},
+    "a step of fewer tasks than its job has room for, whose rank PMI says too": (
+        SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5", "SLURM_TASKS_PER_NODE": "4(x3)"},
         LaunchEnvironment(4, 5, 0, 1, "slurm", "node004", FIRST_PORT + zlib.crc32(b"1234.0") % NUM_PORTS),
     ),
     "MPICH, of one process": ({"PMI_RANK": "0", "PMI_SIZE": "1"}, LaunchEnvironment()),

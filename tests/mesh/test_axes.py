@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.mesh.axes import Axes, resolve, round_up, slice_length
+from instep.mesh.axes import resolve, slice_length
 
 GRID = resolve(8, pp=2, dp=2, tp=2)
 # The drawing in the module: rows of tp, blocks of pp.
@@ -45,23 +45,6 @@ def test_the_ranks_that_share_a_batch_are_the_shard_rows_of_their_replicas(dp, s
         assert axes.data_peers(rank) == sum(rows, ())
 
 
-def test_groups_of_an_axis_as_drawn():
-    assert GRID.partition("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert GRID.partition("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert GRID.partition("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-
-
-@given(sizes, sizes, sizes)
-@settings(deadline=None)
-def test_every_rank_has_one_place_and_every_place_one_rank(dp, pp, tp):
-    axes = resolve(dp * pp * tp, dp=dp, pp=pp, tp=tp)
-    places = [axes.coordinates(rank) for rank in range(axes.world_size)]
-    assert len({tuple(place.items()) for place in places}) == axes.world_size == dp * pp * tp
-    for rank, place in enumerate(places):
-        assert axes.rank_at(**place) == rank
-        assert all(0 <= place[name] < axes.size(name) for name in axes.names)
-
-
 @given(sizes, sizes, sizes, st.sampled_from(["pp", "dp", "tp"]))
 @settings(deadline=None)
 def test_peers_differ_on_one_axis_only_and_stand_in_its_order(dp, pp, tp, axis):
@@ -82,10 +65,6 @@ def test_one_axis_may_take_what_is_left(dp, pp, tp, left):
     axes = resolve(dp * pp * tp, **{**given_sizes, left: -1})
     assert {name: axes.size(name) for name in axes.names} == given_sizes
     assert axes.world_size == math.prod(axes.sizes)
-
-
-def test_all_ranks_are_data_parallel_unless_told_otherwise():
-    assert resolve(6) == Axes(("pp", "dp", "shard", "tp"), (1, 6, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -117,14 +96,6 @@ counts = st.integers(0, 1 << 40)
 multiples = st.integers(1, 4096)
 
 
-@given(counts, multiples)
-@settings(deadline=None)
-def test_rounding_up_goes_to_the_next_multiple_and_no_further(number, multiple):
-    found = round_up(number, multiple)
-    assert found % multiple == 0
-    assert found - multiple < number <= found
-
-
 @given(counts, st.integers(1, 4096), multiples)
 @settings(deadline=None)
 def test_slices_hold_everything_and_no_shorter_ones_would(num_elements, parts, multiple):
@@ -133,7 +104,3 @@ def test_slices_hold_everything_and_no_shorter_ones_would(num_elements, parts, m
     assert parts * length >= num_elements
     shorter = length - multiple
     assert shorter == 0 or parts * shorter < num_elements
-
-
-def test_a_slice_is_never_empty():
-    assert slice_length(0, 4, 16) == 16

@@ -40,12 +40,6 @@ def test_all_that_is_missing_is_set_before_cuda_starts() -> None:
     deterministic.warn_if_missing()  # which the test would not survive
 
 
-def test_kernels_that_only_warn_are_not_deterministic() -> None:
-    deterministic.enable()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert deterministic.missing() == ["torch.use_deterministic_algorithms(True)"]
-
-
 def test_a_workspace_of_the_user_s_stays_and_one_that_comes_too_late_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ValueError, match=rf"expected {WORKSPACE}=:4096:8 before CUDA starts, got ''"):

@@ -90,6 +90,9 @@ def test_of_several_dims_all_ranks_are_meant_where_a_place_is_asked_for(mesh: Me
     assert (get("rank", both["dp"]), get("ws", both["dp"])) == (mesh.rank // 2, 2)
     with registered(both):
         assert (get("rank"), get("ws"), get("pg")) == (mesh.rank, 4, dist.group.WORLD)
+    half = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "x"))["dp", "x"]
+    with pytest.raises(ValueError, match=r"no group has all ranks of"):
+        get("pg", half)
 
 
 @world(4, by="process")

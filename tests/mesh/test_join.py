@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,27 +18,12 @@ import instep
 from instep.errors import PeerLost
 from instep.launch.launch import launch
 from instep.launch.launch_environment import detect
-from instep.launch.rank_exit import RankFailed
 from instep.mesh import join
-from instep.mesh import mesh as current
 from instep.mesh.join import join_store
 from instep.net.process_group import _lost, _sweep
-from instep.reduce.exchange import OrderedAllReduce
 
 PATIENCE_S = 30
-SOON_S = PATIENCE_S / 3  # far above a slice of a wait, for a busy machine
 OPERATION = "the gathering of a test"
-LEAVES = 6
-
-
-def test_one_rank_meets_itself():
-    before = current.registered_mesh()
-    mesh = join_store(None, 0, 1)
-    assert current.registered_mesh() is mesh
-    assert (mesh.world.size, mesh.world.pg, mesh.device.type) == (1, None, "cpu")
-    mesh.close()
-    assert current.registered_mesh() is None
-    current.get.register_mesh(before)
 
 
 def of_one(directory: Path) -> None:
@@ -56,11 +40,6 @@ def test_a_launched_world_of_one_has_a_default_group(tmp_path):
     """Scripts with ``dist.*`` and a ``DistributedSampler`` ran on two ranks, and on one they did not."""
     launch(of_one, (tmp_path,), ranks=1)
     assert json.loads((tmp_path / "found").read_text()) == [0, 1, [1.0, 1.0], [0, 1, 2], False]
-
-
-def test_axes_that_do_not_fit_are_refused_before_anybody_is_waited_for():
-    with pytest.raises(ValueError, match=r"dp\(2\) \* pp\(1\) \* tp\(1\) = 2, but the world has 3 ranks"):
-        join_store(dist.HashStore(), 0, 3, dp=2)
 
 
 def place_and_store(directory: Path, name: str, size: int) -> tuple[int, dist.Store]:
@@ -101,82 +80,6 @@ def test_a_grid_without_a_default_group_computes(tmp_path, backend, shares):
         tp, mean = (1 if rank < 2 else 5), (rank % 2 + rank % 2 + 2) / 2
         found = json.loads((tmp_path / f"rank {rank}").read_text())
         assert found == [[0, 1, 2, 3], tp, shares, [mean, mean]]
-
-
-def make_model(mesh: Any) -> instep.DataParallel:
-    torch.manual_seed(7)
-    return instep.DataParallel(
-        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), process_group=mesh
-    )
-
-
-def step(model: instep.DataParallel, number: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for leaf in model.micro_batches(LEAVES, step=number):
-        model(torch.arange(8.0) * (leaf.index + 1) / (number + 1)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def weights(model: instep.DataParallel) -> list[float]:
-    return torch.cat([x.detach().flatten() for x in model.parameters()]).tolist()
-
-
-def be_killed_in_the_exchange(directory: Path) -> None:
-    def deadly(*_: Any) -> None:
-        (directory / "died").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    OrderedAllReduce._agree = deadly  # type: ignore[method-assign]
-
-
-def survive(directory: Path, backend: str) -> None:
-    rank, store = place_and_store(directory, "first", 3)
-    mesh = join_store(store, rank, 3, backend=backend, timeout_s=PATIENCE_S)
-    model = make_model(mesh)
-    step(model, 0)
-    if rank == 1:
-        be_killed_in_the_exchange(directory)
-    with pytest.raises(PeerLost) as lost:
-        step(model, 1)
-    model.zero_grad()
-    times = [time.monotonic()]
-    mesh.close()
-    times.append(time.monotonic())
-    model.close()
-    times.append(time.monotonic())
-    new_rank, store = (0, 2).index(rank), dist.FileStore(str(directory / "second"), 2)
-    mesh = join_store(store, new_rank, 2, backend=backend, timeout_s=PATIENCE_S)
-    model = instep.DataParallel(model.module, process_group=mesh)
-    step(model, 1)
-    times.append(time.monotonic())
-    facts = {"ranks": lost.value.ranks, "times": times, "weights": weights(model)}
-    model.close()
-    mesh.close()
-    (directory / f"rank {rank}").write_text(json.dumps(facts))
-
-
-def alone() -> list[float]:
-    model = make_model(None)
-    for number in range(2):
-        step(model, number)
-    return weights(model)
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_two_of_three_go_on_when_one_is_killed_in_the_middle_of_an_exchange(tmp_path, backend):
-    with pytest.raises(RankFailed, match=r"rank 1 of 3 .* was killed by SIGKILL"):
-        launch(survive, (tmp_path, backend), ranks=3, grace_s=PATIENCE_S)
-    died = float((tmp_path / "died").read_text())
-    expected = alone()
-    for rank in (0, 2):
-        facts = json.loads((tmp_path / f"rank {rank}").read_text())
-        noticed, closed, released, stepped = facts["times"]
-        assert facts["ranks"] == [1]
-        assert closed - noticed < SOON_S
-        assert released - closed < SOON_S
-        assert stepped - died < PATIENCE_S
-        assert facts["weights"] == expected
 
 
 def leave_a_hanging_rank(directory: Path) -> None:

@@ -54,36 +54,6 @@ def test_two_by_two(mesh):
     assert mesh.along["tp"].pg is None
 
 
-@world(6, dp=3, tp=2)
-def test_groups_of_one_axis_do_not_hear_each_other(mesh):
-    for step in range(3):
-        dp, tp = divmod(mesh.rank, 2)
-        assert gathered(mesh.along["dp"], 100 * step + mesh.rank) == [
-            100 * step + r for r in (tp, tp + 2, tp + 4)
-        ]
-        assert gathered(mesh.along["tp"], 100 * step + mesh.rank) == [100 * step + 2 * dp + i for i in (0, 1)]
-
-
-@world(2)
-def test_the_world_of_one_axis_is_that_axis(mesh):
-    assert mesh.world is mesh.along["dp"]
-    assert mesh.whole is mesh.world
-    assert mesh["dp"].whole is mesh.world
-
-
-@world(4, dp=2, tp=2)
-def test_a_view_is_the_mesh_along_one_axis(mesh):
-    view = mesh["tp"]
-    assert view.is_view and not mesh.is_view
-    assert view.whole is mesh.along["tp"]
-    assert mesh.whole is mesh.world
-    assert view["dp"].whole is mesh.along["dp"]
-    assert (view.rank, view.coordinates, view.recorder) == (mesh.rank, mesh.coordinates, mesh.recorder)
-    assert mesh.recorder.rank == mesh.rank
-    with pytest.raises(ValueError, match="no axis 'ep' in this mesh: expected one of pp, dp, shard, tp"):
-        mesh["ep"]
-
-
 @world(2)
 def test_an_axis_has_the_user_s_group_and_as_many_more_as_are_asked_for(mesh):
     axis = mesh.along["dp"]
@@ -91,20 +61,6 @@ def test_an_axis_has_the_user_s_group_and_as_many_more_as_are_asked_for(mesh):
     assert axis.pg not in [group.pg for group in groups]
     assert len({id(group.pg) for group in groups}) == 3
     assert {(group.ranks, group.rank, group.timeout_s) for group in groups} == {((0, 1), mesh.rank, 20.0)}
-
-
-@world(2)
-@pytest.mark.parametrize(("first", "second", "sums"), [("pg", "own", [3, 30]), ("pg", "pg", [21, 12])])
-def test_what_is_issued_in_another_order_mixes_on_one_group_and_does_not_on_two(mesh, first, second, sums):
-    axis = mesh.along["dp"]
-    groups = {"pg": axis.pg, "own": axis.duplicate().pg}
-    small, large = torch.tensor([1 + mesh.rank]), torch.tensor([10 * (1 + mesh.rank)])
-    operations = [(groups[first], small), (groups[second], large)]
-    works = [pg.allreduce([x]) for pg, x in (operations if mesh.rank == 0 else reversed(operations))]
-    for work in works:
-        work.wait()
-    found = [small.item(), large.item()]
-    assert found == (sums if mesh.rank == 0 or first != second else sums[::-1])
 
 
 def test_a_world_of_one_has_axes_but_no_groups():
@@ -116,24 +72,6 @@ def test_a_world_of_one_has_axes_but_no_groups():
         assert gathered(axis, 5) == [5]
     assert not dist.is_initialized()
     mesh.close()
-
-
-def test_two_ranks_need_a_store_to_meet_in():
-    with pytest.raises(ValueError, match=r"ranks \(0, 1\) need a store to create a group"):
-        build(None, 0, 2)
-
-
-def test_axes_that_do_not_fit_are_refused_before_anybody_is_waited_for():
-    with pytest.raises(ValueError, match=r"dp\(2\) \* pp\(1\) \* tp\(2\) = 4, but the world has 6 ranks"):
-        build(dist.HashStore(), 0, 6, dp=2, tp=2)
-
-
-def test_closing_does_what_was_left_to_do_the_last_first_and_once():
-    mesh, done = build(None, 0, 1), []
-    mesh.on_close += [lambda: done.append("made first"), lambda: done.append("made last")]
-    mesh["dp"].close()
-    mesh.close()
-    assert done == ["made last", "made first"]
 
 
 @world(4, by="process", dp=2, tp=2)
@@ -151,17 +89,6 @@ def test_torch_knows_the_user_s_groups_until_the_mesh_is_closed(mesh):
             dist.get_process_group_ranks(pg)
     assert dist.is_initialized()  # the default group is not the mesh's
     assert dist.get_world_size() == 4
-
-
-@world(2, by="process")
-def test_a_second_mesh_meets_after_the_first_is_closed(mesh):
-    store = dist.distributed_c10d._get_default_store()
-    for value in range(3):
-        again = build(store, mesh.rank, 2, timeout_s=5.0)
-        assert gathered(again.world, value) == [value, value]
-        assert again.along["dp"].duplicate().all_gather_bytes(b"x", OPERATION) == [b"x", b"x"]
-        again.close()
-    assert gathered(mesh.world, 9) == [9, 9]
 
 
 @pytest.fixture(autouse=True)
@@ -194,20 +121,6 @@ def test_a_whole_mesh_answers_for_the_world_and_a_view_for_its_axis(mesh):
     assert get("pg", mesh["pp"]) is None
 
 
-@world(2)
-def test_a_registered_view_answers_for_its_axis(mesh):
-    get.register_mesh(mesh["pp"])
-    assert (get("grank"), get("rank"), get("ws"), get("pg")) == (mesh.rank, 0, 1, None)
-    assert get("ws", mesh) == 2
-
-
-def test_where_the_rank_computes():
-    mesh = build(None, 0, 1, local_rank=3, on_device=torch.device("meta"))
-    assert get("lrank", mesh) == 3
-    assert get("device", mesh) == torch.device("meta")
-    assert get("device", alone()) == torch.device("cpu")
-
-
 def test_an_unknown_question_is_refused_with_the_known_ones():
     for mesh in (None, alone()):
         with pytest.raises(ValueError, match=r"get\('size'\): expected one of grank, rank, ws, pg"):
@@ -226,13 +139,6 @@ def test_a_mesh_is_forgotten_only_by_itself():
     current.unregister(first)
     assert current.registered_mesh() is second
     current.unregister(second)
-    assert current.registered_mesh() is None
-
-
-def test_a_closed_mesh_is_not_registered_by_a_view_either():
-    mesh = alone()
-    get.register_mesh(mesh["dp"])
-    current.unregister(mesh)
     assert current.registered_mesh() is None
 
 
@@ -272,16 +178,3 @@ def test_init_alone_makes_a_world_of_one_without_a_group_and_closing_leaves_noth
     assert current.registered_mesh() is None
     assert dict(os.environ) == environment
     assert not dist.is_initialized()
-
-
-def test_init_has_as_many_threads_alone_as_among_many(no_launcher):
-    for threads in (1, 2):
-        mesh = instep.init(backend="gloo", threads=threads)
-        assert torch.get_num_threads() == threads
-        mesh.close()
-
-
-def test_a_world_of_one_has_no_room_for_two_stages(no_launcher):
-    with pytest.raises(ValueError, match=r"the fixed axes need a multiple of 2 ranks, but the world has 1"):
-        instep.init(backend="gloo", pp=2)
-    assert current.registered_mesh() is None

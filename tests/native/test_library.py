@@ -29,38 +29,31 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "core.so"
 
 
-def sums_as_python() -> bool:
-    values = [torch.full((5,), x) for x in (1.0, 2.0)]
-    home = torch.empty(5)
-    add_up(values, plan_sum(((0,), (1,)), 2), 0.5, [home], BucketNodes(1, 1, torch.float32))
-    return home.tolist() == [1.5] * 5
-
-
-def test_without_a_library_python_does_it(fresh):
-    assert library.core() is None and library.absence() == "it was not compiled"
-    assert sums_as_python()
-
-
-def test_a_file_that_is_no_library_is_not_used(fresh):
-    fresh.write_bytes(b"no library")
-    assert library.core() is None and library.absence().startswith("it cannot be loaded")
-    assert sums_as_python()
-
-
-@needs_compiler
-def test_a_library_of_other_source_is_not_used(fresh, monkeypatch):
-    build.build(fresh)
+def of_other_source(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.build(path)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
-    assert library.core() is None and library.absence() == "it was compiled from other source"
-    assert sums_as_python()
 
 
-@needs_compiler
-def test_a_library_without_its_source_is_not_used(fresh, monkeypatch):
-    build.build(fresh)
-    monkeypatch.setattr(build, "SOURCE", fresh.with_name("core.c"))
-    assert library.core() is None and library.absence().startswith("it cannot be loaded: ")
-    assert sums_as_python()
+def without_its_source(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.build(path)
+    monkeypatch.setattr(build, "SOURCE", path.with_name("core.c"))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda path, _: None, "it was not compiled"),
+        (lambda path, _: path.write_bytes(b"no library"), "it cannot be loaded"),
+        pytest.param(of_other_source, "it was compiled from other source", marks=needs_compiler),
+        pytest.param(without_its_source, "it cannot be loaded: ", marks=needs_compiler),
+    ],
+)
+def test_another_library_or_none_is_not_used_and_python_does_the_same(fresh, monkeypatch, prepare, reason):
+    prepare(fresh, monkeypatch)
+    assert library.core() is None and library.absence().startswith(reason)
+    values, home = [torch.full((5,), x) for x in (1.0, 2.0)], torch.empty(5)
+    add_up(values, plan_sum(((0,), (1,)), 2), 0.5, [home], BucketNodes(1, 1, torch.float32))
+    assert home.tolist() == [1.5] * 5
 
 
 @needs_compiler

@@ -100,14 +100,6 @@ def test_what_is_no_number_keeps_its_bits_as_far_as_torch_keeps_them():
     both_ways([torch.full((9,), float("inf")), torch.full((9,), float("-inf"))], TWO, 1.0, ())
 
 
-def test_other_dtypes_are_left_to_python():
-    for dtype in (torch.bfloat16, torch.float16, torch.complex64):
-        home = torch.empty(7, dtype=dtype)
-        values = [torch.full((7,), x, dtype=dtype) for x in (1.5, 2.0)]
-        add_up(values, TWO, 1.0, [home], PLAIN)
-        assert home.tolist() == [3.5] * 7
-
-
 @pytest.mark.parametrize(("how", "function"), [(ADD, torch.add), (MULTIPLY, torch.mul)])
 def test_means_and_products_are_torch_s(how, function):
     native = core()
@@ -129,11 +121,3 @@ def test_a_plan_that_makes_no_sense_is_refused():
     for pairs, root in ((((0, 5),), 0), (((0, 0),), 0), (((-1, 0),), 0), ((), 3)):
         assert not core().add_up([x.data_ptr()] * 2, pairs, root, [x.data_ptr()], 4, 4)
     assert x.tolist() == [1.0] * 4
-
-
-def test_a_sum_of_a_thousand_values_has_the_bits_of_python():
-    plan = plan_sum(tuple((leaf,) for leaf in range(1000)), 1000)
-    both_ways([numbers(300, torch.float32, seed, 0) for seed in range(1000)], plan, 1e-3, (0, 999))
-    level_order = tuple((i, i + step) for step in (1, 2, 4, 8) for i in range(0, 16, 2 * step))
-    by_levels = Sum((16,), level_order, ((0, 16),) * len(level_order), 0)
-    both_ways([numbers(5000, torch.float32, s, 0) for s in range(16)], by_levels, 1.0, (3,))

@@ -15,27 +15,8 @@ import pytest
 from instep.errors import CheckpointRejected, ContractBroken, Desync, Diverged, InstepError, PeerLost
 from instep.launch.rank_exit import mark_secondary
 from instep.mesh.mesh import Mesh
-from instep.net.agree import (
-    all_or_none,
-    all_tell,
-    attempt,
-    first_difference,
-    on_first_rank,
-    raise_on_all,
-    require_same_lines,
-)
+from instep.net.agree import all_or_none, all_tell, on_first_rank, raise_on_all, require_same_lines
 from tests.world import world
-
-KINDS = [
-    ValueError,
-    TypeError,
-    FileNotFoundError,
-    FileExistsError,
-    PermissionError,
-    CheckpointRejected,
-    ContractBroken,
-    Diverged,
-]
 
 
 def failing(error: Exception) -> NoReturn:
@@ -50,13 +31,6 @@ def assert_in_step(mesh: Mesh) -> None:
     """The ranks are at the same place: a message arrives where it should."""
     data = bytes([mesh.rank])
     assert mesh.world.group.all_gather_bytes(data, "a check") == [bytes([i]) for i in range(mesh.world.size)]
-
-
-@world(3)
-def test_every_rank_has_its_own_result_when_all_have_one(mesh: Mesh) -> None:
-    marker = object()
-    assert all_or_none(mesh.world.group, "a test", lambda: marker) is marker
-    assert_in_step(mesh)
 
 
 # By rank: its failure; then the rank that reports its own, and what ranks with no such failure raise.
@@ -109,15 +83,6 @@ def test_a_caller_chooses_what_the_other_ranks_raise(mesh: Mesh) -> None:
         all_or_none(mesh.world.group, "a test", fail, errors=(CheckpointRejected,))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@world(2)
-def test_the_kind_of_an_error_is_that_of_the_failure(mesh: Mesh, kind: type) -> None:
-    with pytest.raises(kind, match=r"^rank 0: no such luck\n" if mesh.rank else r"^no such luck$") as caught:
-        on_first_rank(mesh.world.group, "a test", lambda: failing(kind("no such luck")))
-    assert is_told(caught.value) is (mesh.rank != 0)
-    assert_in_step(mesh)
-
-
 @world(3)
 def test_what_every_rank_tells_is_known_to_all(mesh: Mesh) -> None:
     length = 5 * mesh.rank  # of the first rank: nothing
@@ -162,37 +127,12 @@ def test_a_rank_that_has_failed_raises_that_though_another_never_came(mesh: Mesh
 
 
 @world(2)
-def test_what_was_tried_before_there_is_a_group_is_raised_with_it(mesh: Mesh) -> None:
-    calls = []
-
-    def consider() -> str:
-        calls.append(mesh.rank)
-        if mesh.rank:
-            raise ValueError("a wrong argument")
-        return "fine"
-
-    considered = attempt(consider)
-    assert calls == [mesh.rank]
-    with pytest.raises(ValueError, match="a wrong argument"):
-        all_or_none(mesh.world.group, "a test", considered)
-    assert calls == [mesh.rank]
-    if mesh.rank == 0:
-        assert considered() == "fine"
-
-
-@world(2)
 def test_what_the_first_rank_finds_is_known_to_all(mesh: Mesh) -> None:
     callers = []
     found = on_first_rank(mesh.world.group, "a test", lambda: callers.append(mesh.rank) or {"a": [1, None]})
     assert found == {"a": [1, None]}
     assert callers == ([0] if mesh.rank == 0 else [])
     assert on_first_rank(mesh.world.group, "a test", lambda: None) is None
-
-
-@world(3)
-def test_lines_that_must_be_the_same_may_be_the_same(mesh: Mesh) -> None:
-    require_same_lines(mesh.world.group, "options", ["a=1", "b=2"])
-    assert_in_step(mesh)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +185,3 @@ def test_a_failure_that_was_caught_keeps_nothing_alive(mesh: Mesh) -> None:
         assert caught()() is None
     finally:
         gc.enable()
-
-
-def test_equal_lines_have_no_difference() -> None:
-    assert first_difference([["a"], ["a"]], [0, 1]) == ""
-    assert first_difference([["a", "b"], ["a", "c"]], [4, 6]) == "b on rank 4, but c on rank 6"

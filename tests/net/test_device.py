@@ -13,19 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from instep.events import Recorder
 from instep.net import device
-from instep.net.device import (
-    Marks,
-    Stream,
-    activate,
-    complete,
-    default_backend,
-    done_within,
-    generators,
-    marks_for,
-    resolve,
-)
+from instep.net.device import Marks, activate, complete, default_backend, done_within, generators, resolve
 
 CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -139,14 +128,6 @@ def test_work_on_a_gpu_is_polled_until_it_is_done_and_then_waited_for_once():
     assert not done_within(work, 0.02, on_gpu=True)
     assert time.monotonic() - began >= 0.02
     assert work.waits == []
-
-
-def test_on_the_cpu_what_has_returned_has_happened():
-    stream, done = Stream(CPU), []
-    computed = stream.computed()
-    with stream.after(computed):
-        done.append("exchange")
-    assert (computed, done, marks_for(CPU)) == (None, ["exchange"], None)
 
 
 US, MS, S, HOUR = 1_000, 1_000_000, 1_000_000_000, 3600 * 1_000_000_000
@@ -283,39 +264,6 @@ def test_after_hours_spans_still_lie_where_they_were(gpu, marks, drift):
     assert worst < 80e-6 * 2 * S + 20 * US
 
 
-def test_where_the_idle_stream_has_to_wait_too_nobody_waits_and_the_gpu_s_clock_counts(gpu, marks):
-    [aside] = gpu.streams[1:]
-    before, gpu.waits, worst = gpu.waits, 0, 0
-    assert before > 0
-    for _ in range(2000):
-        start, end = span(gpu, marks, "forward", 10 * MS)
-        gpu.sleep(50 * MS)
-        aside.busy_until_ns = gpu.now_ns + 40 * MS  # in line behind other work
-        asked = gpu.now_ns
-        [(_, start_ns, end_ns)] = marks.settled()
-        assert gpu.now_ns - asked < 0.3 * MS
-        worst = max(worst, abs(start_ns - start), abs(end_ns - end))
-    assert worst < 30 * US and gpu.waits == 0
-
-
-def test_events_are_used_again_and_marks_that_nobody_asks_for_do_not_pile_up(gpu, marks, monkeypatch):
-    def steps(num: int) -> int:
-        for _ in range(num):
-            for name in ("forward", "backward", "update"):
-                span(gpu, marks, name, MS)
-            gpu.sleep(5 * MS)
-            assert len(marks.settled()) == 3
-        return gpu.events
-
-    assert steps(20) == steps(100)  # in less than a second, so with one base
-    monkeypatch.setattr(device, "MAX_MARKED", 5)
-    marks = Marks(CUDA, gpu.now)
-    for number in range(12):
-        span(gpu, marks, number, MS)
-    gpu.sleep(S)
-    assert [what for what, *_ in marks.settled()] == [7, 8, 9, 10, 11]
-
-
 def test_nothing_is_marked_or_asked_while_a_graph_is_captured(gpu, marks):
     span(gpu, marks, "before", MS)
     gpu.sleep(2 * S)
@@ -324,16 +272,3 @@ def test_nothing_is_marked_or_asked_while_a_graph_is_captured(gpu, marks):
     assert marks.settled() == []
     gpu.capturing = False
     assert [what for what, *_ in marks.settled()] == ["before"]
-
-
-def test_a_recorder_has_the_device_s_work_on_its_lane_and_the_issuing_on_the_host_s(gpu, marks):
-    recorder = Recorder()
-    recorder.marks = marks
-    recorder.begin_step(4)
-    with recorder.span("backward", lane="compute", leaf=2):
-        start, end = gpu.computing.compute(20 * MS)
-    gpu.sleep(30 * MS)
-    recorder.end_step()
-    issued, done = (event for event in recorder.events if event.name == "backward" and event.step == 4)
-    assert (issued.lane, issued.leaf, done.lane, done.leaf) == ("host", 2, "compute", 2)
-    assert near(done.start_ns, start) and near(done.end_ns, end)

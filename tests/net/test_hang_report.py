@@ -1,9 +1,11 @@
-"""A flight recorder costs little while all is well; the table shows the ranks that matter, of any number."""
+"""A process answers its peers while its program does something else; a table shows the ranks that matter."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,10 +14,10 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from instep.net import hang_report
 from instep.net.hang_report import (
@@ -29,11 +31,12 @@ from instep.net.hang_report import (
     TEXT_LIMIT,
     FlightRecorder,
     StatusRow,
-    printable,
     status_table,
-    words_of,
 )
 from instep.net.lane import Lane
+from instep.net.peers import Peer, own_peer
+from instep.net.store import StatusStore
+from tests.world import world
 
 PATIENCE_S = 20
 
@@ -72,14 +75,6 @@ def test_what_begins_inside_of_one_operation_is_a_part_of_it(fails):
     assert (flight.row().operation, flight.row().number) == ("the next", 2)
 
 
-@pytest.mark.parametrize("path", ["pipeline/runtime.py", "checkpoint/save.py", "run/step.py", "events.py"])
-def test_no_file_of_the_library_is_the_line_of_the_program(path):
-    there: dict[str, Any] = {}
-    code = compile("import sys\ndef frame(): return sys._getframe()", str(hang_report._INSTEP / path), "exec")
-    exec(code, there)
-    assert hang_report._is_machinery(there["frame"]())
-
-
 def test_the_site_is_the_line_of_the_program_also_while_the_work_is_on_a_lane():
     flight, lane, go_on = FlightRecorder(0), Lane("a lane"), threading.Event()
     # Without a function of this file, whose frame would be the lane's own.
@@ -94,6 +89,23 @@ def test_the_site_is_the_line_of_the_program_also_while_the_work_is_on_a_lane():
     assert "test_the_site_is_the_line" in row.stack[-4]
     assert row.stack[-3].endswith(" row")
     assert len(row.stack) <= NUM_FRAMES
+
+
+def test_the_site_is_in_the_thread_that_is_in_the_operation():
+    flight, begun, go_on = FlightRecorder(0), threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        flight.begin("in another thread")
+        begun.set()
+        go_on.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert begun.wait(PATIENCE_S)
+    row = flight.row()
+    go_on.set()
+    thread.join()
+    assert row.site.endswith(" elsewhere")
 
 
 def test_a_row_keeps_nothing_alive_of_what_it_has_seen():
@@ -146,26 +158,6 @@ def test_threads_that_look_at_all_frames_while_garbage_is_collected_do_not_stop_
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ("no route", "no route"),
-        (
-            "[/a/b/pair.cc:537] Read error [127.0.0.1]:22949: Connection reset by peer. This is typically "
-            "caused by a remote worker hanging\n and a stack of ten lines",
-            "Read error [127.0.0.1]:22949: Connection reset by peer",
-        ),
-    ],
-)
-def test_of_a_backend_s_error_its_own_words_are_told(said, words):
-    assert words_of(RuntimeError(said)) == words
-
-
-def test_a_row_arrives_as_it_was_sent():
-    row = StatusRow(7, IN, "die Übertragung", 12, "float32 (3,)", 1e9 + 0.25, "a.py:1 f", ("x", "y"))
-    assert StatusRow.from_bytes(row.to_bytes()) == row
-
-
 def test_the_longest_row_fits():
     line = "𝄞" * TEXT_LIMIT
     row = StatusRow(7, IN, line, 1, line, 0.0, line, (line,) * NUM_FRAMES)
@@ -202,11 +194,6 @@ def test_what_is_no_row_is_a_value_error(data):
         StatusRow.from_bytes(data)
 
 
-@pytest.mark.parametrize(("text", "line"), [("a\tb", "a?b"), ("x" * TEXT_LIMIT, "x" * TEXT_LIMIT), (7, "7")])
-def test_printable_is_one_line(text, line):
-    assert printable(text) == line
-
-
 OPERATION = "the exchange of bucket 2"
 
 
@@ -233,29 +220,6 @@ def test_a_table_reads_like_this(monkeypatch):
     assert status_table([*rows, late], [2]) == LIKE_THIS
 
 
-def test_sixty_four_ranks_are_summed_up_with_the_odd_one_before_the_many():
-    rows = [waiting(rank) for rank in range(62)]
-    rows += [StatusRow(62, IN, "the exchange of bucket 3", 32), StatusRow(63, BEFORE, "any operation")]
-    lines = status_table(rows, [63]).splitlines()
-    assert [line.split()[0] for line in lines] == ["rank", "63", "62", "0", "1", "and", "rank"]
-    assert lines[5].strip() == "and 60 more in the same place"
-
-
-def test_many_absent_ranks_and_many_places_are_cut():
-    rows = [StatusRow(rank, IN, f"operation {rank}", 1) for rank in range(20)]
-    rows += [StatusRow(rank, AFTER, "x", 1, stack=(f"f{rank}",)) for rank in range(20, 64)]
-    text = status_table(rows, range(20, 64))
-    assert "and 36 more that never came: 28, 29, 30, 31, 32, 33, 34, 35 and 28 more" in text
-    assert "and 14 more in other places" in text
-    assert text.count("stands at") == 3
-    assert len(text.splitlines()) < 30
-
-
-def test_ranks_with_one_stack_share_it():
-    rows = [StatusRow(rank, AFTER, "x", 1, stack=("main", "read")) for rank in (4, 5)]
-    assert "rank 4, 5 stands at (innermost last):\n    main\n    read" in status_table(rows, [4, 5])
-
-
 def test_a_rank_of_which_nothing_is_known_says_why():
     text = status_table(
         [StatusRow(0, state="disk"), StatusRow(1, state="elsewhere"), StatusRow(2, state="running")],
@@ -264,3 +228,88 @@ def test_a_rank_of_which_nothing_is_known_says_why():
     assert "rank 0 gives no answer: its process waits for a disk" in text
     assert "rank 1 gives no answer: it is on another host" in text
     assert "rank 2 gives no answer: its main thread is in native code that holds the interpreter lock" in text
+
+
+def test_a_flight_of_this_process_is_answered_without_a_detour_as_long_as_it_lives():
+    flight, other, me = FlightRecorder(4), FlightRecorder(4), own_peer(4)
+    hang_report.publish_flight(flight, me, "one group")
+    hang_report.publish_flight(other, me, "another")
+    flight.begin(OPERATION)
+    assert hang_report.ask_peers([me], "one group", seconds=0.0)[4].operation == OPERATION
+    assert hang_report.ask_peers([me], "another", seconds=0.0)[4].status == BEFORE
+    assert hang_report.ask_peers([me], hang_report.LATEST, seconds=0.0)[4].operation == OPERATION
+    del flight
+    assert hang_report.ask_peers([me], "one group") == {}
+
+
+def test_a_process_without_a_debug_server_is_not_waited_for():
+    stranger = Peer(1, own_peer(0).host, os.getppid(), 1, 0)
+    began = time.monotonic()
+    assert hang_report.ask_peers([stranger], "a group", seconds=30) == {}
+    assert time.monotonic() - began < 15
+
+
+@world(2, by="process")
+def test_a_process_that_computes_answers_with_its_stack(mesh, tmp_path):
+    group, path = mesh.world.group, tmp_path / "asked"
+    group.barrier(OPERATION)
+    if mesh.rank == 0:
+        while not (row := group.peers.rows()[1]).site.endswith(" compute_until"):
+            pass
+        path.touch()
+        assert (row.rank, row.status, row.operation) == (1, AFTER, OPERATION)
+        assert "net/test_hang_report.py" in row.site
+        assert any(" test_a_process_that_computes" in line for line in row.stack)
+        assert row.state in ("running", "sleeping")
+    else:
+        compute_until(path)
+    group.barrier(OPERATION)
+
+
+def compute_until(path):
+    """Python code that never rests."""
+    while not os.path.exists(path):
+        pass
+
+
+@world(2, by="process")
+def test_a_process_that_holds_the_interpreter_lock_gives_no_answer(mesh, tmp_path):
+    group, path = mesh.world.group, tmp_path / "go on"
+    if mesh.rank == 0:
+        os.mkfifo(path)
+    group.barrier(OPERATION)
+    pipe = os.open(path, os.O_RDWR)
+    if mesh.rank == 1:
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)  # a call that keeps the lock
+    else:
+        while (row := group.peers.rows()[1]).status:
+            pass
+        os.write(pipe, b".")
+        assert (row.rank, row.state, row.stack) == (1, "sleeping", ())
+    group.barrier(OPERATION)
+    os.close(pipe)
+
+
+@world(4, dp=2, tp=2)
+def test_groups_have_slices_of_one_table_and_their_own_rows(mesh):
+    everyone, again = mesh.world.group.peers, mesh.world.duplicate()
+    groups = [mesh.along[name].group for name in ("dp", "tp")]
+    for group in (*groups, again):
+        assert group.peers.table == tuple(everyone.table[rank] for rank in group.ranks)
+        assert group.peers.flight.number == 0 < everyone.flight.number  # only the world has exchanged records
+    groups[0].barrier(OPERATION)
+    assert [row.operation for row in groups[0].peers.rows()] == [OPERATION] * 2
+    assert [row.status for row in groups[1].peers.rows()] == [BEFORE] * 2
+    again.barrier("the end")
+    again.close()
+
+
+def test_of_lost_ranks_the_first_report_counts_and_deaths_before_all():
+    store = dist.HashStore()
+    here, there = (StatusStore(store, rank) for rank in (0, 1))
+    assert there.lost() == ([], False)
+    assert here.report_lost([2], dead=False) == ([2], False) == there.lost()
+    assert there.report_lost([0], dead=False) == ([2], False)
+    assert there.report_lost([], dead=False) == ([2], False)
+    assert there.report_lost([1, 3], dead=True) == ([1, 3], True) == here.lost()
+    assert here.report_lost([0], dead=True) == ([1, 3], True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from instep.errors import PeerLost
-from instep.net.lane import Handle, Lane, Refused, Work
+from instep.net.lane import Handle, Lane, Work
 
 PATIENCE_S = 20
 
@@ -84,35 +84,6 @@ def test_functions_run_in_the_order_they_were_submitted(lane):
     assert all(work.done() and work.error is None for work in works)
 
 
-def test_one_thread_runs_everything_and_none_is_started_before_there_is_work(threaded):
-    assert "a test's" not in {thread.name for thread in threading.enumerate()}
-    seen: list[threading.Thread] = []
-    thread = new_thread(lambda: threaded.submit("first", lambda: seen.append(threading.current_thread())))
-    threaded.submit("second", lambda: seen.append(threading.current_thread())).wait()
-    assert seen == [thread, thread]
-    assert thread.name == "a test's"
-
-
-def test_an_inline_lane_runs_in_the_caller_s_thread():
-    before = threading.enumerate()
-    seen: list[threading.Thread] = []
-    work = Lane("a test's", inline=True).submit("here", lambda: seen.append(threading.current_thread()))
-    assert work.done()
-    assert seen == [threading.current_thread()]
-    assert threading.enumerate() == before
-
-
-def test_a_failure_is_raised_in_the_waiting_thread(lane):
-    error = LookupError("no such thing")
-    work = lane.submit("a search", lambda: fail(error))
-    for _ in range(2):
-        with pytest.raises(LookupError) as caught:
-            work.wait()
-        assert caught.value is error
-    assert work.done()
-    assert work.error is lane.failed is error
-
-
 def test_after_a_failure_the_rest_is_refused_with_the_same_error_until_reset(lane):
     error, done = LookupError(), []
     lane.submit("before", lambda: done.append("before"))
@@ -160,17 +131,6 @@ def test_after_a_wait_the_lane_has_failed(threaded, monkeypatch):
     assert seen == [error]
 
 
-def test_draining_waits_for_everything_and_raises_nothing(threaded):
-    threaded.drain()
-    gate = Gate()
-    threaded.submit("the gate", gate)
-    threaded.submit("a search", lambda: fail(LookupError()))
-    last = threaded.submit("after", nothing)
-    threading.Timer(0, gate.open).start()
-    threaded.drain()
-    assert last.done()
-
-
 def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_again():
     lane, gate, done = Lane("a test's"), Gate(), []
     thread = new_thread(lambda: lane.submit("the gate", gate))
@@ -185,22 +145,6 @@ def test_a_closed_lane_ends_its_thread_after_what_is_queued_and_can_be_used_agai
     assert done == ["last", "again"]
 
 
-def test_an_error_during_close_is_dropped_with_all_objects_in_use():
-    lane, gate = Lane("a test's"), Gate()
-
-    def work() -> None:
-        gate()
-        raise LookupError
-
-    thread = new_thread(lambda: lane.submit("a search", work))
-    lane.close(wait=False)
-    gate.open()
-    thread.join()
-    assert type(lane.failed) is Refused and lane.failed.__traceback__ is None
-    lane.submit("again", nothing)
-    assert lane.failed is not None  # as after any failure
-
-
 def test_a_lane_that_can_get_no_thread_says_so_and_can_still_be_drained_and_closed(threaded, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -210,16 +154,6 @@ def test_a_lane_that_can_get_no_thread_says_so_and_can_still_be_drained_and_clos
         threaded.submit("never", list)
     threaded.drain()
     threaded.close()
-
-
-def test_run_on_an_idle_lane_runs_in_the_calling_thread(lane):
-    before = threading.enumerate()
-    seen: list[threading.Thread] = []
-    for _ in range(3):
-        work = lane.run("here", lambda: seen.append(threading.current_thread()))
-        assert work.done() and work.error is None
-    assert seen == [threading.current_thread()] * 3
-    assert threading.enumerate() == before
 
 
 def test_run_comes_after_submitted_work(threaded):
@@ -254,22 +188,6 @@ def test_functions_of_several_threads_never_overlap_on_one_lane(threaded):
     threaded.drain()
     assert ended == [True] * 4
     assert overlaps == [False] * 800
-
-
-def test_a_failure_of_run_is_kept_for_the_waiting_thread(lane):
-    error = LookupError()
-    work = lane.run("a search", lambda: fail(error))
-    assert work.error is lane.failed is error
-    with pytest.raises(LookupError):
-        work.wait()
-    done: list[str] = []
-    refused = [lane.run("after", lambda: done.append("after")), lane.submit("after", nothing)]
-    for work in refused:
-        with pytest.raises(LookupError):
-            work.wait()
-    lane.reset()
-    lane.run("again", lambda: done.append("again")).wait()
-    assert done == ["again"]
 
 
 def test_an_interrupt_is_raised_in_the_waiting_thread_and_later_work_is_refused(lane):

@@ -75,12 +75,6 @@ def test_nothing_outside_of_this_host_can_come_to_a_world_of_this_host(tmp_path:
         assert interface == "lo"
 
 
-def test_it_listens_at_the_address_and_nowhere_else() -> None:
-    with closing(join._listen("127.0.0.1", 0, one_host=True)) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-
-
 def test_of_several_addresses_it_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [(socket.AF_INET, (ELSEWHERE, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
     monkeypatch.setattr(join, "_addresses", lambda host, port: both)

@@ -114,19 +114,6 @@ def test_a_host_name_that_does_not_fit_is_an_error():
         Peer(3, "長" * 60, 1, 1).to_bytes()
 
 
-def test_this_process_lives_and_is_itself():
-    assert is_alive(ME)
-    assert ME.pid == os.getpid()
-    assert replace(own_peer(5), token=0) == replace(ME, rank=5, token=0)
-
-
-def test_the_start_time_is_that_of_the_process():
-    before_s, tick_s = time.clock_gettime(time.CLOCK_BOOTTIME), 1 / os.sysconf("SC_CLK_TCK")
-    with a_child() as process:
-        started_s = peer_of(process).start_time * tick_s
-        assert before_s - tick_s <= started_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_process_that_ended_does_not_live_not_even_as_a_zombie(reaped):
     with a_child() as process:
@@ -232,43 +219,6 @@ def test_only_processes_that_can_be_seen_from_here_can_be_seen_to_be_dead():
     assert a_table(gone, *hidden).dead() == [1]
 
 
-class Counting(dist.Store):
-    """A store without an entry that counts its calls, and ``fails`` at each."""
-
-    def __init__(self, fails: Exception | None = None) -> None:
-        super().__init__()
-        self.fails = fails
-        self.calls: list[str] = []
-
-    def _count(self, call: str) -> None:
-        self.calls.append(call)
-        if self.fails is not None:
-            raise self.fails
-
-    def set(self, key: str, value: str) -> None:
-        self._count("set")
-
-    def check(self, keys: list[str]) -> bool:
-        self._count("check")
-        return False
-
-
-def test_a_short_straggler_costs_no_call_of_the_store():
-    """It was two posts, with a walk of all stacks, at each wait of more than 0.2 s."""
-    store = Counting()
-    table = a_table(*elsewhere(1), timeout_s=20, status_store=StatusStore(store))
-    for _ in range(2):
-        table.wait(Slow(0.3), OPERATION)
-    assert store.calls == []
-
-
-def test_ranks_of_one_host_post_nothing(monkeypatch):
-    monkeypatch.setattr(peers, "POST_S", 0.0)
-    store = Counting()
-    a_table(absent(1), timeout_s=20, status_store=StatusStore(store)).wait(Work(2), OPERATION)
-    assert store.calls == []
-
-
 def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
     monkeypatch.setattr(peers, "POST_S", 0.0)
     status_store = StatusStore(dist.HashStore())
@@ -287,33 +237,6 @@ def test_who_waits_long_says_so_and_says_when_it_is_over(monkeypatch):
     assert posted is not None
     assert (posted.status, posted.operation) == (AFTER, OPERATION)
     assert "test_peers.py" in posted.site
-
-
-def test_a_wait_that_is_no_operation_of_all_ranks_is_shown_while_it_lasts():
-    flight = FlightRecorder(0)
-    seen = []
-
-    class Watched(Work):
-        def wait(self, timeout: timedelta | None = None) -> bool:
-            seen.append((flight.row().status, flight.row().operation))
-            return super().wait(timeout)
-
-    a_table(absent(1), timeout_s=60, flight=flight).wait(Watched(1), "receive from rank 1, tag 7")
-    assert seen[1] == (IN, "receive from rank 1, tag 7")
-    assert flight.row().status != IN
-
-
-def test_the_wait_that_is_told_is_the_one_that_was_allowed():
-    table = a_table(absent(1), timeout_s=1000)
-    with pytest.raises(PeerLost, match=r"rank 0 waited \d+\.\d s in .* raise timeout_s \(0\.05 s\)"):
-        table.wait(Work(float("inf")), OPERATION, timeout_s=0.05)
-    with pytest.raises(PeerLost, match=r"rank 0 waited \d+\.\d s in .* the backend said: no route"):
-        replace_confirm(table).wait(Work(0, "no route"), OPERATION, timeout_s=0.5)
-
-
-def replace_confirm(table: Peers) -> Peers:
-    table.confirm = table.dead  # type: ignore[method-assign]
-    return table
 
 
 def test_a_dead_rank_ends_the_wait_long_before_the_deadline():
@@ -336,20 +259,6 @@ def test_what_a_rank_has_sent_before_it_ended_is_waited_for():
         work = Work(1)
         a_table(peer, timeout_s=1000).wait(work, OPERATION)
     assert work.num_slices == 0
-
-
-def test_a_rank_that_dies_while_others_wait_is_found():
-    with a_child() as process:
-
-        class KillsInTheMiddle(Work):
-            def wait(self, timeout: timedelta | None = None) -> bool:
-                if self.num_slices == 5:
-                    os.kill(process.pid, signal.SIGKILL)
-                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-                return super().wait(timeout)
-
-        with pytest.raises(PeerLost, match=rf"rank 1 \(pid {process.pid} on .*\) died"):
-            a_table(peer_of(process), timeout_s=1000).wait(KillsInTheMiddle(1000), OPERATION)
 
 
 def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
@@ -387,25 +296,6 @@ def test_past_the_deadline_those_who_are_behind_are_named_with_where_they_are():
     assert (
         "rank 4 gives no answer: its main thread is in native code that holds the interpreter lock" in lines
     )
-
-
-def test_a_stopped_process_is_said_to_be_stopped():
-    with a_child() as process:
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        with pytest.raises(PeerLost, match="stopped, gives no answer") as lost:
-            a_table(peer_of(process), flight=in_operation()).wait(Work(float("inf")), OPERATION)
-    assert "rank 1 gives no answer: its process is stopped: continue it with SIGCONT" in str(lost.value)
-
-
-def test_a_sentence_names_a_few_of_many():
-    with pytest.raises(PeerLost) as lost:
-        a_table(*map(absent, range(1, 65))).wait(Work(float("inf")), OPERATION)
-    assert len(lost.value.ranks) == 64
-    sentence = str(lost.value).splitlines()[0]
-    assert "rank 4 (pid" in sentence and "rank 5 (pid" not in sentence
-    assert "gives no answer and 60 more. Look there" in sentence
-    assert len(str(lost.value)) < 4000
 
 
 @pytest.mark.parametrize(
@@ -460,6 +350,18 @@ def test_a_rank_of_another_host_that_was_reported_lost_ends_the_wait(monkeypatch
         table.wait(Slow(), OPERATION)
     status_store.report_lost([1], dead=True)
     with pytest.raises(PeerLost, match=r"^rank 1 \(pid \d+ on another\) died: rank 0 waited") as lost:
+        table.wait(Slow(), OPERATION)
+    assert lost.value.ranks == (1,)
+
+
+def test_a_neighbour_that_has_left_ends_the_wait_too(monkeypatch):
+    monkeypatch.setattr(peers, "LOOK_S", 0.0)
+    gone, near = FlightRecorder(1), own_peer(1)
+    gone.begin(OPERATION)
+    gone.leave()
+    table = a_table(near, timeout_s=5, flight=in_operation())
+    hang_report.publish_flight(gone, near, table._group)
+    with pytest.raises(PeerLost, match=rf"^rank 1 .* left {OPERATION}: rank 0 waited") as lost:
         table.wait(Slow(), OPERATION)
     assert lost.value.ranks == (1,)
 

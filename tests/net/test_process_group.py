@@ -1,4 +1,4 @@
-"""Every operation does what it says on one, two and three ranks, and ends when a rank does not come."""
+"""Every operation and message does what it says on a few ranks, and ends when a rank does not come."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,20 @@ import torch
 import torch.distributed as dist
 
 import instep
+from instep.comm import ring
+from instep.comm.perform import perform
 from instep.errors import PeerLost
 from instep.launch.launch import launch
 from instep.launch.rank_exit import RankFailed
-from instep.net.hang_report import AFTER, Problem
-from instep.net.messages import Messages
-from instep.net.process_group import SHORT_BYTES, Group
+from instep.mesh.mesh import Mesh
+from instep.net import device
+from instep.net.hang_report import Problem
+from instep.net.host_group import num_on_each_host
+from instep.net.messages import Messages, flat
+from instep.net.peers import own_peer
+from instep.net.process_group import SHORT_BYTES
+from tests.comm.inputs import CountingMessages, bits, drawn
+from tests.far import evenly, host_group, hosts
 from tests.world import world
 
 PATIENCE_S = 20
@@ -29,21 +38,9 @@ PROBLEM = Problem("this has happened", "this, in short", "Do that")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
-@pytest.fixture(params=[1, 2, 3])
-def size(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gathering_brings_everybody_s_part_in_group_order(size, dtype):
-    world(size)(gathers)(dtype=dtype)
-
-
-def gathers(mesh, dtype):
-    out = torch.zeros(3 * mesh.world.size, dtype=dtype)
-    mine = torch.tensor([10, 11, 12], dtype=dtype) + 20 * mesh.rank
-    mesh.world.group.all_gather(out, mine, OPERATION)
-    assert out.tolist() == [20 * rank + x for rank in range(mesh.world.size) for x in (10, 11, 12)]
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_operation_moves_or_adds_what_it_says(size):
+    world(size)(operates)()
 
 
 def lengths(size: int) -> list[list[int]]:
@@ -55,65 +52,28 @@ def parts(sender: int, receiver: int, length: int) -> list[int]:
     return [100 * sender + 10 * receiver + i for i in range(length)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_every_rank_gets_its_part_of_everybody_however_uneven(size, dtype):
-    world(size)(sends_uneven_parts)(dtype=dtype)
-
-
-def sends_uneven_parts(mesh, dtype):
-    me, size = mesh.rank, mesh.world.size
+def operates(mesh):
+    group, me, size = mesh.world.group, mesh.rank, mesh.world.size
     table = lengths(size)
-    message = [x for receiver in range(size) for x in parts(me, receiver, table[me][receiver])]
-    expected = [x for sender in range(size) for x in parts(sender, me, table[sender][me])]
-    out = torch.zeros(len(expected), dtype=dtype)
-    mesh.world.group.all_to_all(
-        out,
-        torch.tensor(message, dtype=dtype),
-        [table[sender][me] for sender in range(size)],
-        table[me],
-        OPERATION,
-    )
-    assert out.tolist() == expected
-
-
-def test_every_rank_may_be_the_root_of_a_broadcast(size):
-    world(size)(broadcasts_from_each)()
-
-
-def broadcasts_from_each(mesh):
-    for root in range(mesh.world.size):
-        x = torch.full((2, 3), float(mesh.rank))
-        mesh.world.group.broadcast(x, OPERATION, root=root)
+    for dtype in DTYPES:
+        out = torch.zeros(3 * size, dtype=dtype)
+        group.all_gather(out, torch.tensor([10, 11, 12], dtype=dtype) + 20 * me, OPERATION)
+        assert out.tolist() == [20 * rank + x for rank in range(size) for x in (10, 11, 12)]
+    for dtype in (torch.float32, torch.int64):
+        message = [x for receiver in range(size) for x in parts(me, receiver, table[me][receiver])]
+        expected = [x for sender in range(size) for x in parts(sender, me, table[sender][me])]
+        out, sizes = torch.zeros(len(expected), dtype=dtype), [row[me] for row in table]
+        group.all_to_all(out, torch.tensor(message, dtype=dtype), sizes, table[me], OPERATION)
+        assert out.tolist() == expected
+    for root in range(size):
+        x = torch.full((2, 3), float(me))
+        group.broadcast(x, OPERATION, root=root)
         assert set(x.flatten().tolist()) == {float(root)}
-
-
-def test_reducing_sums(size):
-    world(size)(reduces)()
-
-
-def reduces(mesh):
-    x = torch.tensor([1, mesh.rank, 1 << mesh.rank])
-    mesh.world.group.all_reduce(x, OPERATION)
-    size = mesh.world.size
+    x = torch.tensor([1, me, 1 << me])
+    group.all_reduce(x, OPERATION)
     assert x.tolist() == [size, sum(range(size)), (1 << size) - 1]
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        [b"a", b"bcd", b""],
-        [b"", b"", b""],
-        [b"  blanks  ", b"\0\xff", b"x" * 1000],
-    ],
-    ids=["uneven", "empty", "any bytes"],
-)
-def test_bytes_of_any_length_arrive_whole(size, sent):
-    world(size)(gathers_bytes)(sent=sent)
-
-
-def gathers_bytes(mesh, sent):
-    found = mesh.world.group.all_gather_bytes(sent[mesh.rank], OPERATION)
-    assert found == sent[: mesh.world.size]
+    for sent in ([b"a", b"bcd", b""], [b""] * 3, [b"  blanks  ", b"\0\xff", b"x" * 1000]):
+        assert group.all_gather_bytes(sent[me], OPERATION) == sent[:size]
 
 
 @world(3)
@@ -125,29 +85,6 @@ def test_too_many_bytes_are_an_error_on_every_rank_that_names_the_one(mesh):
     ):
         group.all_gather_bytes(sent, OPERATION, limit=9)
     assert group.all_gather_bytes(sent, OPERATION, limit=10) == [b"xxx", b"x" * 10, b"xxx"]
-
-
-@world(4, dp=2, tp=2)
-def test_a_group_speaks_of_ranks_by_their_global_numbers(mesh):
-    group = mesh.along["dp"].group
-    dp, tp = divmod(mesh.rank, 2)
-    assert (group.ranks, group.rank, group.size, group.global_rank) == ((tp, tp + 2), dp, 2, mesh.rank)
-    assert [peer.rank for peer in group.peers.table] == [tp, tp + 2]
-    assert {peer.pid for peer in group.peers.table} == {os.getpid()}
-
-
-def test_a_world_of_one_copies_and_waits_for_nobody():
-    group = Group(None, [7], 7, timeout_s=0.0)
-    x, out = torch.arange(3), torch.zeros(3, dtype=torch.int64)
-    group.all_gather(out, x, OPERATION)
-    assert out.tolist() == [0, 1, 2]
-    group.all_to_all(out, x + 1, [3], [3], OPERATION)
-    assert out.tolist() == [1, 2, 3]
-    group.broadcast(x, OPERATION)
-    group.all_reduce(x, OPERATION)
-    assert x.tolist() == [0, 1, 2]
-    assert group.all_gather_bytes(b"ab", OPERATION) == [b"ab"]
-    assert (group.global_rank, group.peers.dead()) == (7, [])
 
 
 class Meeting:
@@ -222,13 +159,6 @@ def test_ranks_that_disagree_compare_where_they_stand(mesh):
     assert all("net/test_process_group.py:" in line for line in lines)
 
 
-@world(3)
-def test_notes_that_cannot_be_compared_are_left_out(mesh):
-    if mesh.rank != 1:
-        error = mesh.world.group.out_of_step(PROBLEM, OPERATION)
-        assert str(error) == "this has happened. Do that"
-
-
 @world(2)
 def test_a_rank_that_leaves_turns_the_backend_s_error_into_a_lost_peer(mesh):
     if mesh.rank == 1:
@@ -237,25 +167,6 @@ def test_a_rank_that_leaves_turns_the_backend_s_error_into_a_lost_peer(mesh):
         mesh.world.group.all_gather(torch.ones(2), torch.ones(1), OPERATION)
     assert lost.value.operation == OPERATION
     assert isinstance(lost.value.__context__, RuntimeError)
-
-
-@world(2, by="process", backend="shm")
-def test_a_rank_of_a_group_that_met_in_another_thread_knows_its_own_line(mesh):
-    group = mesh.world.duplicate()
-    group.barrier(OPERATION)
-    row = group.peers.flight.row()
-    assert (row.status, row.operation) == (AFTER, OPERATION)
-    assert " test_a_rank_of_a_group_that_met" in row.site and row.stack
-    group.close()
-
-
-@world(2, by="process")
-def test_processes_know_each_other(mesh):
-    group = mesh.world.group
-    pids = [int(pid) for pid in group.all_gather_bytes(str(os.getpid()).encode(), OPERATION)]
-    assert [peer.pid for peer in group.peers.table] == pids
-    assert len(set(pids)) == 2
-    assert group.peers.dead() == []
 
 
 def meet_and_be_killed(directory: Path) -> None:
@@ -314,3 +225,127 @@ def test_what_fails_in_this_process_is_no_lost_peer_here_and_one_elsewhere(mesh)
         with pytest.raises(PeerLost, match="a rank left the test"):
             group.run(exchange, "the test")
         assert time.monotonic() - began < group.timeout_s / 2, "told at once"
+
+
+@world(2)
+def test_two_ranks_send_to_each_other_at_once_and_in_order(mesh):
+    messages = CountingMessages(mesh.world.pg)
+    other = 1 - messages.rank
+    for num_elements in (0, 1, 1000, 1 << 20):
+        found = torch.empty(num_elements)
+        messages.together([(drawn(messages.rank, num_elements), other)], [(found, other)])
+        assert bits(found) == bits(drawn(other, num_elements))
+    assert (messages.num_messages, messages.bytes_sent) == (3, 4 * (1 + 1000 + (1 << 20)))
+    received = [torch.empty(1, dtype=torch.int64) for _ in range(5)]
+    if messages.rank == 0:
+        messages.together([(torch.tensor([k]), 1) for k in range(5)], [])
+    else:
+        messages.together([], [(x, 0) for x in received])
+        assert torch.cat(received).tolist() == list(range(5))
+
+
+@world(4, dp=2, pp=2)
+def test_an_error_names_global_ranks(mesh):
+    """Rank 3 leaves without a message."""
+    axis = mesh.along["dp"]
+    messages = Messages(axis.pg, axis.ranks)
+    assert (messages.rank, messages.size, messages.ranks) == (axis.rank, 2, axis.ranks)
+    if mesh.rank == 2:
+        operation = "a message from rank 3"
+        with pytest.raises(
+            PeerLost, match=f"rank 2 waited for {operation}, which failed; the backend reports: "
+        ) as caught:
+            messages.together([], [(torch.empty(3), 1)])
+        assert caught.value.ranks == (3,) and caught.value.operation == operation
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(2, 3).t(), r"shape \(3, 2\) with strides \(1, 3\): pass x.contiguous\(\)"),
+        (torch.ones(1).expand(3), r"pass x.contiguous\(\)"),
+        (torch.ones(3, dtype=torch.complex64).conj(), r"pass x.resolve_conj\(\)"),
+        (torch.ones(3, device="meta"), "got one on meta"),
+    ],
+)
+def test_memory_that_is_not_the_tensor_is_refused(x, words):
+    messages = Messages(None)
+    uses = (
+        flat,
+        lambda x: perform(ring.all_reduce, x, messages),
+        lambda x: messages.together([(x, 1)], []),
+        lambda x: messages.together([], [(x, 1)]),
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match=words):
+            use(x)
+
+
+def test_one_rank_has_nobody_to_send_to():
+    messages = Messages(None)
+    messages.together([], [])
+    with pytest.raises(ValueError, match="between two ranks, got one to rank 0 itself"):
+        messages.together([(torch.ones(1), 0)], [])
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "expected"),
+    [
+        ("a", 1),
+        ("aaa", 3),
+        ("aabb", 2),
+        ("abc", 1),
+        ("aabbcc", 2),
+        ("aab", None),
+        ("abab", None),
+        ("abba", None),
+    ],
+)
+def test_hosts_count_where_they_have_as_many_ranks_each_with_numbers_in_a_row(of_rank, expected):
+    table = [replace(own_peer(rank), host=host) for rank, host in enumerate(of_rank)]
+    assert num_on_each_host(table) == expected
+
+
+@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (2, 3), (3, 2)])
+def test_ranks_of_one_host_share_memory(num_hosts, num_local):
+    with hosts(*evenly(num_hosts, num_local)):
+        world(num_hosts * num_local)(shares_memory_on_its_host)(num_hosts=num_hosts, num_local=num_local)
+
+
+def shares_memory_on_its_host(mesh: Mesh, num_hosts: int, num_local: int) -> None:
+    group = host_group(mesh)
+    assert group.near is not None and group.near.backend == "shm"
+    assert (group.num_hosts, group.num_local) == (num_hosts, num_local)
+    assert (group.host, group.place) == divmod(mesh.rank, num_local)
+    assert group.near.ranks == tuple(range(group.host * num_local, (group.host + 1) * num_local))
+    on_each = f"on {num_hosts} hosts, over shm on each and gloo between them"
+    assert repr(group) == f"<group of {mesh.world_size} ranks {on_each}; this is rank {mesh.rank}>"
+    mine = group.allocate(8, 64, torch.device("cpu")).elements(torch.int64).fill_(mesh.rank)
+    shown = group.near.map_all([mine], "the test")
+    assert shown is not None and [int(of_rank[0]) for of_rank in shown] == list(group.near.ranks)
+    group.near.barrier("the test")
+
+
+@pytest.mark.parametrize("of_rank", [[0, 0, 1], [0, 1, 0, 1], [0, 1, 2], [0, 0, 0]])
+def test_other_ranks_send_to_all_as_ever(of_rank):
+    with hosts(*of_rank):
+        world(len(of_rank))(shares_nothing)()
+
+
+def test_ranks_share_nothing_where_those_of_one_host_cannot(monkeypatch):
+    share = device.share_memory
+
+    def not_on_host_one(store, rank, ranks, timeout):
+        return share(store, rank, ranks, timeout) if 0 in ranks else None
+
+    monkeypatch.setattr(device, "share_memory", not_on_host_one)
+    with hosts(*evenly(2, 2)):
+        world(4)(shares_nothing)()
+
+
+def shares_nothing(mesh: Mesh) -> None:
+    group = host_group(mesh)
+    assert group.near is None
+    assert repr(group) == f"<group of {mesh.world_size} ranks over gloo; this is rank {mesh.rank}>"
+    group.barrier("the test")
+    assert group.allocate(8, 64, torch.device("cpu")).fd is None

@@ -19,7 +19,6 @@ from instep.net import store as stores
 from instep.net.hang_report import IN, StatusRow
 from instep.net.peers import Peer, Peers, own_peer
 from instep.net.store import StatusStore
-from instep.shm import handshake
 
 OPERATION = "the exchange of bucket 2"
 
@@ -96,13 +95,6 @@ def test_the_error_of_a_wait_comes_at_its_deadline_whether_or_not_the_store_answ
     assert time.monotonic() - began < 30  # the store would never answer
 
 
-def test_who_met_in_a_lost_store_is_not_asked_of_it(store):
-    began = time.monotonic()
-    with pytest.raises(PeerLost, match="rank 0 did not come"):
-        handshake._wait(store, ["verdict"], 1, [0, 1, 2], 0.1)
-    assert time.monotonic() - began < 30
-
-
 def test_a_store_that_comes_back_is_used_again(store, monkeypatch):
     """One slow answer to the question who is lost, and no rank posted anything any more."""
     monkeypatch.setattr(stores, "PATIENCE_S", 0.01)
@@ -118,22 +110,6 @@ def test_a_store_that_comes_back_is_used_again(store, monkeypatch):
         board.post(StatusRow(0, IN, OPERATION, 1))
     assert row.operation == OPERATION
     assert board.report_lost([1], dead=True) == ([1], True) == board.lost()
-
-
-def test_a_store_that_is_gone_is_called_once():
-    """torch's client writes to stderr at each call."""
-    asked = []
-
-    class Gone(dist.HashStore):
-        def check(self, keys):
-            asked.append(keys)
-            raise RuntimeError("connection reset")
-
-    status_store = StatusStore(Gone())
-    assert status_store.lost() == status_store.lost() == ([], False)
-    assert len(asked) == 1
-    assert status_store.report_lost([1], dead=True) == ([1], True)
-    assert StatusStore().report_lost([1], dead=False) == ([1], False)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

@@ -1,7 +1,9 @@
-"""The text recipe: losses are means over bytes on any number of ranks, and its optimizers keep their bits."""
+"""The text recipe: what is read and held out, losses as means over bytes, optimizers that keep their bits."""
 
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.optim import Optimizer
 
 from instep.mesh.mesh import Mesh
 from instep.recipes import text_config
-from instep.recipes.corpus import ByteText
+from instep.recipes.corpus import ByteText, open_text, read_corpus
 from instep.recipes.text import held_out_loss, losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig
 from tests.parity import bits, numbers, world_of_one
@@ -75,13 +77,6 @@ def test_three_ranks_find_the_held_out_loss_of_one(mesh: Mesh, num_windows: int)
     assert held_out(mesh, num_windows) == held_out(world_of_one(), num_windows)
 
 
-def test_an_evaluation_leaves_the_model_in_training_as_it_was():
-    model = Bigram().train()
-    held_out(world_of_one(), 2, 2, model)
-    assert model.training
-    assert model.table.grad is None
-
-
 def made(weights: list[nn.Parameter], config: OptimConfig) -> Optimizer:
     kind, options = optimizer_class(config)
     return kind(parameter_groups(nn.ParameterList(weights), config.weight_decay), **options)
@@ -89,14 +84,6 @@ def made(weights: list[nn.Parameter], config: OptimConfig) -> Optimizer:
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(numbers(*shape, key=f"{shape}")) for shape in shapes]
-
-
-@pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("sgd", False)])
-def test_torch_is_not_left_the_choice_of_an_implementation(name, fused):
-    optimizer = made(parameters((2, 3), (3,)), OptimConfig(name=name, lr=1.0))
-    for group in optimizer.param_groups:
-        assert group["fused"] is fused
-        assert group["foreach"] is False
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -130,3 +117,79 @@ def test_a_parameter_has_the_same_bits_however_it_is_sliced(name):
     expected = stepped(whole, [16 * 20], optim)
     for sizes in ([160, 160], [16, 288, 16], [16] * 20, [112, 96, 112]):
         assert torch.equal(bits(stepped(whole, sizes, optim)), bits(expected)), sizes
+
+
+def test_windows_share_one_byte_with_the_next() -> None:
+    text = ByteText(b"abcdefghij", context=3)
+    assert len(text) == 3
+    assert [bytes(window.tolist()) for window in text.windows([0, 1, 2])] == [b"abcd", b"defg", b"ghij"]
+
+
+@pytest.mark.parametrize("num_bytes", [1_920, 64_000, 3_200_000])
+@pytest.mark.parametrize("held_out", [0.05, 0.2, 0.5])
+def test_the_splits_share_no_byte_and_lose_none(tmp_path: Path, num_bytes: int, held_out: float) -> None:
+    # each 4-byte word is its own number; these sizes give blocks that are whole words
+    words = torch.arange(num_bytes // 4, dtype=torch.int32)
+    file = tmp_path / "numbers"
+    file.write_bytes(words.numpy().tobytes())
+    train, rest = (part.tokens.view(torch.int32) for part in open_text(file, context=15, held_out=held_out))
+    assert torch.equal(torch.cat([train, rest]).sort().values, words)
+    assert len(rest) / len(words) == pytest.approx(held_out, rel=0.25)
+
+
+def test_without_a_path_the_standard_library_is_read() -> None:
+    train, rest = open_text(None, context=64)
+    assert 4e6 < train.tokens.numel() + rest.tokens.numel() < 20e6
+    assert b"import " in train.tokens.numpy().tobytes()
+    size = train.tokens.numel() + rest.tokens.numel()
+    assert train.name.endswith(
+        f" standard library (95% of its {size:,} bytes; a loss of ln 256 = 5.5 is guessing)"
+    )
+    assert rest.name.endswith(f" standard library (5% of its {size:,} bytes, held out)")
+    assert train.sha256 == open_text(None, context=64).train.sha256
+
+
+def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path: Path) -> None:
+    for name in ("b/z", "b.txt", "a", "c/deep/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"<{name}>" * 20)
+    expected = "".join(f"<{name}>" * 20 for name in ("a", "b.txt", "b/z", "c/deep/x"))
+    assert read_corpus(tmp_path) == (f"data folder {tmp_path}", expected.encode())
+
+
+def test_a_folder_is_read_without_what_is_hidden_binary_or_outside(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / ".git").mkdir(parents=True)
+    (folder / "text").write_bytes(b"text" * 50)
+    (folder / ".hidden").write_bytes(b"hidden")
+    (folder / ".git" / "config").write_bytes(b"config")
+    (folder / "image").write_bytes(b"\x89PNG\0\0")
+    outside.write_bytes(b"secret")
+    (folder / "link-out").symlink_to(outside)
+    (folder / "link-again").symlink_to(folder / "text")
+    (folder / "link-nowhere").symlink_to(folder / "nothing")
+    os.mkfifo(folder / "pipe")
+    assert read_corpus(folder)[1] == b"text" * 50
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [
+        (0, "data file .* is empty, expected at least"),
+        (64, r"data file .* has 64 bytes, expected at least context\(64\) \+ 1 = 65 bytes for one window"),
+        (300, r"5% of its 300 bytes, held out\) is empty, expected at least context\(64\) \+ 1 = 65"),
+    ],
+)
+def test_a_text_too_short_is_refused_with_both_numbers(tmp_path: Path, num_bytes: int, message: str) -> None:
+    file = tmp_path / "short"
+    file.write_bytes(bytes(num_bytes))
+    with pytest.raises(ValueError, match=message):
+        open_text(file, context=64)
+
+
+def test_a_missing_path_and_what_is_no_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        open_text(tmp_path / "nothing", context=64)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="which is neither"):
+        open_text(tmp_path / "pipe", context=64)

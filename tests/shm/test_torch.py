@@ -1,7 +1,4 @@
-"""What torch builds on a process group gives on shm the numbers that it gives on gloo.
-
-There are two ranks, so that every sum has one order only.
-"""
+"""What torch builds on a process group gives on shm what it gives on gloo, also inside of torch.compile."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,30 +98,6 @@ def data_parallel(pg, **options):
     local = {f"local {name}": x for name, x in state(model).items()}
     model(batches(dist.get_rank())[1]).sum().backward()
     return {**local, **state(model)}
-
-
-HOOKS: dict[str, Callable[[Any], tuple[Any, Callable[..., Any]]]] = {
-    "allreduce": lambda pg: (pg, default_hooks.allreduce_hook),
-    "float16": lambda pg: (pg, default_hooks.fp16_compress_hook),
-    "PowerSGD": lambda pg: (
-        powerSGD_hook.PowerSGDState(pg, start_powerSGD_iter=2, min_compression_rate=0.5),
-        powerSGD_hook.powerSGD_hook,
-    ),
-}
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-@world(2, by="process", backend="shm")
-def test_communication_hooks(mesh, hook):
-    gives_what_gloo_gives(hooked, hook=hook)
-
-
-def hooked(pg, hook):
-    # One bucket: what the callbacks of several would issue first differs from rank to rank, on gloo too.
-    model = DistributedDataParallel(Net(), process_group=pg)
-    model.register_comm_hook(*HOOKS[hook](pg))
-    train(model, torch.optim.SGD(model.parameters(), 0.1))
-    return state(model)
 
 
 def die_in_backward(directory: Path) -> None:
@@ -250,3 +222,49 @@ def every_function(pg):
     dist.all_to_all_single(found["exchanged"], x, group=pg)
     dist.barrier(group=pg)
     return {**found, "rows": torch.cat(rows), "whole": whole, "share": share}
+
+
+def broadcast(x: Tensor) -> Tensor:
+    dist.broadcast(x, 0)
+    return x * 2
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    dist.all_reduce(x, async_op=True).wait()
+    return x * 2
+
+
+def send(x: Tensor) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    return x
+
+
+def barrier(x: Tensor) -> Tensor:
+    dist.barrier()
+    return x * 2
+
+
+def trained(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))(
+        x.view(1, 4).expand(2, 4)
+    )
+
+
+COLLECTIVES = (broadcast, all_reduce, send, trained, barrier)
+
+
+@pytest.mark.timeout(300)
+@world(2, by="process", backend="shm")
+def test_a_compiled_function_gives_what_it_gives_without(mesh):
+    """torch.compile traced the methods of the group and failed; after that the eager barrier failed, too."""
+    assert dist.get_backend() == "shm"
+    for collective in COLLECTIVES:
+        x = torch.arange(4.0) * (mesh.rank + 1)
+        compiled = torch.compile(collective, backend="eager")(x.clone())
+        assert torch.equal(compiled, collective(x)), collective.__name__
+        torch._dynamo.reset()
+    dist.barrier()

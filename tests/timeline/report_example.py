@@ -11,19 +11,14 @@ PARTS = (
     "unattributed",
 )  # fmt: skip
 LANES = ["compute", "communication", "data", "host"]
-NAMES = [
-    "data", "forward", "backward", "gradient sync", "loss over the global batch", "clip", "update", "ledger",
-    "queued", "wait", "agree", "exchange", IMAGE,
-]  # fmt: skip
+NAMES = ["data", "forward", "backward", "exchange", "wait", "gradient sync", "update", IMAGE]
 STEPS = {40: "median", 57: "slowest", 0: "first", 199: "last"}
-SLOW, SINCE, BUCKETS, MICRO_BATCHES = 2, 12, 4, 2
-MB = (4.0, 25.0, 25.0, 11.5)
-EXCHANGE_US = (2600.0, 9800.0, 9400.0, 5200.0)
+SLOW, SINCE = 2, 12
 
 
-def example(ranks: int = 4, micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
+def example(ranks: int = 4) -> dict[str, Any]:
     """Everything that a finished run of ``ranks`` ranks tells."""
-    steps = [_step(step, why, ranks, micro_batches) for step, why in STEPS.items()]
+    steps = [_step(step, why, ranks) for step, why in STEPS.items()]
     return {
         "format": 1,
         "run": _run(ranks),
@@ -33,7 +28,7 @@ def example(ranks: int = 4, micro_batches: int = MICRO_BATCHES) -> dict[str, Any
         },
         "breakdown": {"parts": list(PARTS), "ranks": [_breakdown(rank) for rank in range(ranks)]},
         "over_time": _over_time(ranks),
-        "buckets": [_bucket(bucket, ranks) for bucket in range(BUCKETS)],
+        "buckets": [_bucket(bucket, ranks) for bucket in range(2)],
         "curves": _curves(),
         "timeline": {"lanes": [*LANES], "names": [*NAMES], "clock_error_us": 12.0, "steps": steps},
         "contract": {
@@ -79,22 +74,10 @@ def _run(ranks: int) -> dict[str, Any]:
 def _advice() -> list[dict[str, Any]]:
     return [
         {
-            "cause": "slow rank", "gain_ms": 14.4, "gain_share": 0.153, "confidence": 0.9, "try": "",
-            "text": "Rank 2 computes 14.4 ms longer per step than the others, and all of them wait for it.",
-            "how": "the median over 188 steps of its own time, less that of the other ranks",
-        },
-        {
-            "cause": "gloo", "gain_ms": 7.1, "gain_share": 0.075, "confidence": 0.8,
-            "try": "--parallel.backend shm",
-            "text": "All ranks are on one host, and gradients go through sockets: shared memory is faster.",
-            "how": "65.5 MB at the 9.1 GB/s that instep bench has measured here, in place of 2.4 GB/s",
-        },
-        {
-            "cause": "giant bucket", "gain_ms": 2.6, "gain_share": 0.028, "confidence": 0.6,
-            "try": "--parallel.bucket-mb 8",
-            "text": "The last bucket is ready when backward is over, so none of its 25 MB is hidden.",
-            "how": "exposed time of the last bucket, scaled to 8 MB",
-        },
+            "cause": cause, "gain_ms": gain_ms, "gain_share": gain_ms / 94, "confidence": 0.9, "try": try_,
+            "text": "Rank 2 computes longer than the others.", "how": "the median over 188 steps",
+        }
+        for cause, gain_ms, try_ in (("slow rank", 14.4, ""), ("gloo", 7.1, "--parallel.backend shm"))
     ]  # fmt: skip
 
 
@@ -118,12 +101,10 @@ def _breakdown(rank: int) -> dict[str, Any]:
 
 def _bucket(bucket: int, ranks: int) -> dict[str, Any]:
     ready = {str(rank): (30 + 13 * bucket) * _slowness(rank) for rank in range(ranks)}
+    times = ("skew_ms", "wait_ms", "agree_ms", "exchange_ms", "flight_ms", "exposed_ms", "hidden_ms")
     return {
-        "bucket": bucket, "mb": MB[bucket], "ready_ms": ready,
-        "skew_ms": max(ready.values()) - min(ready.values()), "slowest": SLOW, "wait_ms": 2.5 * (bucket + 1),
-        "agree_ms": 0.2, "exchange_ms": EXCHANGE_US[bucket] / 1e3,
-        "flight_ms": EXCHANGE_US[bucket] / 1e3 + 0.2,
-        "exposed_ms": 5.0 if bucket == BUCKETS - 1 else 0.4 * bucket, "hidden_ms": 2.0,
+        "bucket": bucket, "mb": 25.0, "ready_ms": ready, "slowest": SLOW,
+        **{name: 1.5 * (at + 1) for at, name in enumerate(times)},
     }  # fmt: skip
 
 
@@ -160,77 +141,30 @@ def _curves() -> dict[str, Any]:
     }
 
 
-def _step(step: int, why: str, ranks: int, micro_batches: int) -> dict[str, Any]:
-    """One step, played: every bucket micro_batches when its last rank has it, one bucket after the other."""
-    begins = [90.0 * (rank % 5) for rank in range(ranks)]
-    pace = [1000 * _slowness(rank, step) * (1.5 if why == "slowest" else 1) for rank in range(ranks)]
-    ready, done = [], []
-    for rank in range(ranks):
-        last = begins[rank] + 800 + (micro_batches - 1) * 24 * pace[rank] + 8 * pace[rank]
-        ready.append([last + 16 * pace[rank] * (bucket + 1) / BUCKETS for bucket in range(BUCKETS)])
-        done.append(last + 16 * pace[rank])
-    rows = [_Row(rank, begins[rank], pace[rank], done[rank], micro_batches) for rank in range(ranks)]
-    free = 0.0
-    for bucket in range(BUCKETS):
-        last_rank = max(range(ranks), key=lambda rank: ready[rank][bucket])
-        whole = max(free, ready[last_rank][bucket])
-        for row in rows:
-            row.exchange(
-                bucket, ready[row.rank][bucket], max(free, ready[row.rank][bucket]), whole, last_rank
-            )
-        free = whole + 200 + EXCHANGE_US[bucket]
-    ended = [row.ended(free) for row in rows]
-    return {"step": step, "why": why, "length_us": max(row["end_us"] for row in ended), "ranks": ended}
+def _step(step: int, why: str, ranks: int) -> dict[str, Any]:
+    """One step: a micro-batch, a bucket that is exchanged when its last rank has it, and the update."""
+    paces = [1000 * _slowness(rank, step) * (1.5 if why == "slowest" else 1) for rank in range(ranks)]
+    together = 400 + 48 * max(paces)
+    rows = [_rank(rank, 90.0 * (rank % 5), pace, together) for rank, pace in enumerate(paces)]
+    return {"step": step, "why": why, "length_us": max(row["end_us"] for row in rows), "ranks": rows}
 
 
-class _Row:
-    """One rank's events and bubbles of a step, in microseconds."""
-
-    def __init__(self, rank: int, begin: float, pace: float, done: float, micro_batches: int) -> None:
-        self.rank, self.begin, self.done = rank, begin, done
-        self.events: list[list[Any]] = []
-        self.bubbles: list[list[Any]] = []
-        now = begin
-        for leaf in range(micro_batches):
-            self.event("data", "data", now, 400, leaf=leaf)
-            self.event("compute", "forward", now + 400, 8 * pace, leaf=leaf)
-            self.event("compute", "backward", now + 400 + 8 * pace, 16 * pace, leaf=leaf)
-            now += 400 + 24 * pace
-
-    def event(self, lane: str, name: str, start: float, length: float, **more: int) -> None:
-        details = [more.get(key, default) for key, default in DETAILS.items()]
-        self.events.append([LANES.index(lane), NAMES.index(name), start, length, *details])
-
-    def exchange(self, bucket: int, ready: float, begin: float, whole: float, last: int) -> None:
-        send = whole + 200
-        self.event("communication", "queued", ready, begin - ready, bucket=bucket)
-        if whole > begin:
-            self.event("communication", "wait", begin, whole - begin, bucket=bucket, peer=last)
-            self.bubble(begin, whole, last)
-        size = int(MB[bucket] * 1e6)
-        self.event("communication", "agree", whole, 200, bucket=bucket)
-        self.event("communication", "exchange", send, EXCHANGE_US[bucket], bytes=size, bucket=bucket)
-        self.bubble(whole, send + EXCHANGE_US[bucket], -1)
-
-    def bubble(self, start: float, end: float, peer: int) -> None:
-        start = max(start, self.done)
-        if end > start:
-            self.bubbles.append([start, end - start, "gradient sync", peer])
-
-    def ended(self, free: float) -> dict[str, Any]:
-        self.event("host", "gradient sync", self.done, free - self.done)
-        self.event("host", "loss over the global batch", free, 500)
-        self.bubbles.append([free, 500, "loss over the global batch", -1])
-        self.event("compute", "clip", free + 500, 700)
-        self.event("compute", "update", free + 1200, 3800)
-        self.event("host", "ledger", free + 5000, 1500)
-        self.event("host", IMAGE, free + 5400, 600)
-        end = free + 6800 + self.begin
-        host = "node-a" if self.rank < 4 else "node-b"
-        return {
-            "rank": self.rank, "host": host, "begin_us": self.begin, "end_us": end,
-            "events": self.events, "bubbles": self.bubbles,
-        }  # fmt: skip
-
-
-DETAILS = {"bytes": 0, "leaf": -1, "bucket": -1, "peer": -1}
+def _rank(rank: int, begin: float, pace: float, together: float) -> dict[str, Any]:
+    """A rank's events (lane, name, start, length in us, bytes, leaf, bucket, peer) and bubbles."""
+    done, over = begin + 400 + 48 * pace, together + 10_000
+    events = [
+        ("data", "data", begin, 400, 0, 0, -1, -1),
+        ("compute", "forward", begin + 400, 16 * pace, 0, 0, -1, -1),
+        ("compute", "backward", begin + 400 + 16 * pace, 32 * pace, 0, 0, -1, -1),
+        ("communication", "wait", done, together - done + 500, 0, -1, 0, SLOW),
+        ("communication", "exchange", together + 500, 9500, 25_000_000, -1, 0, -1),
+        ("host", "gradient sync", done, over - done, 0, -1, -1, -1),
+        ("compute", "update", over, 3800, 0, -1, -1, -1),
+        ("host", IMAGE, over + 3800, 600, 0, -1, -1, -1),
+    ]
+    return {
+        "rank": rank, "host": "node-a" if rank < 4 else "node-b",
+        "begin_us": begin, "end_us": over + 4400 + begin,
+        "events": [[LANES.index(lane), NAMES.index(name), *rest] for lane, name, *rest in events],
+        "bubbles": [[done, over - done, "gradient sync", SLOW]],
+    }  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instep.timeline.advice import Advice
-from instep.timeline.analysis import SAMPLED, analyse, slowness, summary_lines
+from instep.timeline.analysis import analyse, summary_lines
 from instep.timeline.breakdown import PARTS, RankBreakdown
 from instep.timeline.run_setting import setting_of
 from instep.timeline.straggler import SlowRank
@@ -43,27 +43,6 @@ def test_a_slow_rank_is_in_the_breakdown_of_the_others_and_first_in_the_advice(t
     assert found.buckets[0].skew_ms == pytest.approx(late)
 
 
-def test_a_healthy_run_has_no_slow_rank(tmp_path):
-    MadeUpRun(tmp_path, 3).steps(0, 12)
-    assert analyse(read_traces(tmp_path)).slow is None
-
-
-def test_of_many_steps_what_needs_all_ranks_at_once_looks_at_some_up_to_the_last(tmp_path):
-    run = MadeUpRun(tmp_path, 2, micro_batches=1, buckets=1)
-    run.steps(0, 150)
-    found = analyse(read_traces(tmp_path))
-    assert found.buckets[0].steps == SAMPLED and [row.steps for row in found.breakdowns] == [148, 148]
-    run.buckets = 2
-    run.step(150)
-    assert analyse(read_traces(tmp_path)).buckets[1].steps == 1
-
-
-def test_only_the_steps_that_are_asked_for_are_looked_at(tmp_path):
-    MadeUpRun(tmp_path, 2).steps(0, 12)
-    found = analyse(read_traces(tmp_path), [7, 8])
-    assert [[row.step for row in rows] for rows in found.rows.values()] == [[7, 8], [7, 8]]
-
-
 def test_a_rank_that_the_run_goes_on_without_is_in_the_rows_and_not_in_the_breakdown(tmp_path):
     run = MadeUpRun(tmp_path, 3, slower=slowed)
     run.steps(0, 8)
@@ -73,43 +52,12 @@ def test_a_rank_that_the_run_goes_on_without_is_in_the_rows_and_not_in_the_break
     assert [row.rank for row in found.breakdowns] == [0, 1] and found.slow is None
 
 
-def test_what_the_ranks_have_told_is_taken_and_a_rank_without_a_step_left_out(tmp_path):
-    MadeUpRun(tmp_path, 2).steps(0, 8)
-    told = analyse(read_traces(tmp_path)).breakdowns
-    far = replace(told[0], rank=5, median_s=1.0)
-    none = RankBreakdown(6, 0, 0.0, 0.0, {}, {}, {}, 0.0, 0.0)
-    found = analyse(read_traces(tmp_path), breakdowns=[*told, far, none])
-    assert found.breakdowns == [*told, far] and found.slow is None
-    assert analyse(read_traces(tmp_path / "nothing"), breakdowns=[none]).advice == []
-
-
-def test_without_files_there_is_nothing_and_no_error(tmp_path):
-    found = analyse(read_traces(tmp_path))
-    assert found.figures() == {"breakdown": [], "slow_rank": None, "advice": []} and found.buckets == []
-
-
-def test_without_a_setting_there_is_no_advice(tmp_path):
-    MadeUpRun(tmp_path, 3, slower=slowed, head={"setting": None}).steps(0, 12)
-    found = analyse(read_traces(tmp_path))
-    assert found.advice == [] and found.slow.rank == 2
-
-
-def test_the_setting_of_a_newer_program_is_read_and_one_of_an_older_one_is_filled_up():
-    whole = asdict(setting())
-    assert setting_of({**whole, "of tomorrow": 1}) == setting()
-    assert setting_of({k: v for k, v in whole.items() if k != "micro_size"}) == replace(
-        setting(), micro_size=0
-    )
-    assert setting_of({**whole, "bucket_mb": 4}) == replace(setting(), bucket_mb=4)
-    assert setting_of({k: v for k, v in whole.items() if k != "strategy"}) is None
-
-
-@pytest.mark.parametrize("found", [None, [], "x", 3, {}, {"strategy": "flat"}])
-def test_what_is_no_setting_is_none(found):
-    assert setting_of(found) is None
-
-
 NAMES = [*asdict(setting()), "more"]
+
+
+def test_more_stages_than_ranks_are_no_setting():
+    """The advice on unequal shares divided by no pipelines at all."""
+    assert setting_of({**asdict(setting()), "pp": 3}) is None
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -145,11 +93,6 @@ def test_the_shares_are_means_over_ranks_and_add_up():
     )
 
 
-def test_a_part_of_next_to_nothing_is_not_said():
-    ((_, text),) = summary_lines([row(compute=0.9996, update=0.0004)], None, [])
-    assert "update" not in text
-
-
 def test_hidden_communication_is_said_where_it_is_worth_a_line():
     told = [row(rank, compute=0.1, exposed=0.01, hidden_s=0.02 + 0.02 * rank) for rank in range(2)]
     assert list(summary_lines(told, None, []))[1:] == [
@@ -165,23 +108,6 @@ def test_no_line_has_a_negative_or_absurd_percentage(slowdown):
     assert shares and all(0 <= float(share) <= 100 for share in shares)
 
 
-def test_the_share_of_hidden_gathers_is_said_where_weights_are_gathered():
-    gathers = {"gathers_s": 0.01, "gathers_hidden_s": 0.008}
-    told = [replace(row(compute=0.1, hidden_s=0.02), **gathers), row(1, compute=0.1, hidden_s=0.02)]
-    said = (
-        "100 % of the communication (20 ms) ran while ranks computed, "
-        "among it 80 % of the gathers of weights (5.0 ms)"
-    )
-    assert list(summary_lines(told, None, []))[1] == ("", said)
-
-
-def test_the_slow_rank_is_named_with_what_in_how_much_and_since_when():
-    assert slowness(SLOW) == (
-        "rank 2 is slow in its data: 12 ms a step more than the others (30 %), since step 40"
-    )
-    assert list(summary_lines([row(compute=0.1)], SLOW, []))[1] == ("slow", slowness(SLOW))
-
-
 def test_each_advice_is_a_line_with_its_gain_and_what_to_try_and_only_the_first_has_the_label():
     advice = [
         Advice("gloo", "Use shared memory.", 4.2, 0.17, "--parallel.backend shm", "measured", 0.5),
@@ -195,7 +121,3 @@ def test_each_advice_is_a_line_with_its_gain_and_what_to_try_and_only_the_first_
         ),
         ("", "Load ahead. Predicted gain: about 4 % (1.0 ms a step, at least 1.0 ms in three of four steps)"),
     ]
-
-
-def test_without_a_breakdown_there_is_nothing_to_say():
-    assert list(summary_lines([], SLOW, [])) == []

@@ -1,20 +1,22 @@
-"""Parts and breakdown: counted in drawn steps, exact for any events; and the slowdown of compute."""
+"""Parts, bubbles and buckets of a step, counted in drawn steps and exact for any events; the slowdown."""
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.events import GRADIENT_SYNC, STEP, WAITS, Event
+from instep.events import GLOBAL_LOSS, GRADIENT_SYNC, PARAMETER_UPDATE, STEP, WAITS, Event, Timeline
 from instep.timeline.breakdown import (
     DATA,
     EXPOSED,
     IDLE,
-    PARTS,
     Parts,
     RankBreakdown,
     breakdown,
@@ -22,6 +24,8 @@ from instep.timeline.breakdown import (
     slowdown,
     sums,
 )
+from instep.timeline.bubbles import Bubble, bubbles
+from instep.timeline.bucket_times import bucket_rows
 from tests.timeline.drawings import MS, draw, expected
 
 DRAWINGS = {
@@ -138,22 +142,6 @@ def test_the_parts_are_those_that_are_drawn(drawing: str) -> None:
     assert ns(found.hidden) == hidden * MS
 
 
-def test_figures_have_their_causes_and_names() -> None:
-    found = parts(
-        draw(
-            """
-            host    |SSSSLL.eeehhee|
-            compute |.........f....|
-            """
-        )
-    )
-    assert found is not None
-    assert found.exposed == {GRADIENT_SYNC: 0.004, "loss over the global batch": 0.002}
-    assert found.host == {"evaluate": 0.004, "hash": 0.002}
-    assert list(found.totals()) == list(PARTS)
-    assert found.totals()["exposed communication"] == pytest.approx(0.006)
-
-
 def test_gathers_of_weights_are_communication_and_a_wait_for_one_is_exposed() -> None:
     """Unit 1 comes under the forward of unit 0, unit 2 too late; the exchange is no gather."""
     drawing = """
@@ -188,17 +176,6 @@ def test_a_wait_that_knows_its_peer_is_all_for_that_rank() -> None:
     assert found.waiting == {0: 0.006}
 
 
-def test_what_reaches_out_of_the_window_is_cut() -> None:
-    drawing = """
-        compute  |ffff...|
-        host     |....SSSSSSSSSS|
-        expected |ccxxx|
-        """
-    found = parts(draw(drawing, early_ms=2))
-    assert found is not None
-    assert counted(found) == expected(drawing)
-
-
 def test_a_step_that_has_not_ended_has_no_parts() -> None:
     assert parts([event for event in draw(DRAWINGS["nothing is known"]) if event.name != STEP]) is None
     assert parts([]) is None
@@ -209,21 +186,6 @@ def test_of_a_step_that_was_done_again_the_last_counts() -> None:
     found = parts(draw(before) + draw(after, begin_ms=500))
     assert found is not None
     assert (found.start_ns, found.compute) == (500 * MS, 0.002)
-
-
-@pytest.mark.parametrize(
-    ("drawing", "micro_batches"),
-    [
-        ("compute |ffbb.ffbb.ffbb|", 3),
-        ("compute |.uu|", 0),
-        ("compute |rrrr|\nreplica 0 |ffbb|\nreplica 1 |ffbb|", 2),
-        ("compute |...ffbb|\nhost |ffbb...|", 1),  # a device: what issued it does not count again
-    ],
-)
-def test_micro_batches_are_the_backwards(drawing: str, micro_batches: int) -> None:
-    found = parts(draw(drawing))
-    assert found is not None
-    assert found.micro_batches == micro_batches
 
 
 NAMES = {
@@ -247,32 +209,12 @@ def any_events(draw_from: Callable[..., int]) -> list[Event]:
     return [*found, Event(0, "host", STEP, 0, 1000, step=1)]
 
 
-def nested(lane_names: list[tuple[str, str]], low: int, high: int, cuts: list[int]) -> list[Event]:
-    """A span from ``low`` to ``high`` and in it the others, each in the one before or beside it."""
-    if not lane_names or high - low < 2:
-        return []
-    (lane, name), rest = lane_names[0], lane_names[1:]
-    cut = low + cuts[len(rest) % len(cuts)] % (high - low)
-    half = len(rest) // 2
-    inside = nested(rest[:half], low, cut, cuts) + nested(rest[half:], cut, high, cuts)
-    return [Event(0, lane, name, low, high, step=1), *inside]
-
-
-nested_events = st.builds(
-    lambda kinds, cuts: [*nested(kinds, 0, 1000, cuts), Event(0, "host", STEP, 0, 1000, step=1)],
-    st.lists(
-        st.sampled_from([(lane, name) for lane in ("compute", "host") for name in NAMES[lane]]), max_size=30
-    ),
-    st.lists(st.integers(0, 1000), min_size=1, max_size=10),
-)
-
-
 def all_ns(found: Parts) -> list[int]:
     figures = [found.compute, found.data, found.update, found.unattributed]
     return [ns(x) for x in [*figures, *found.exposed.values(), *found.waiting.values(), *found.host.values()]]
 
 
-@given(st.one_of(any_events(), nested_events))
+@given(any_events())
 def test_no_part_is_negative_and_they_sum_to_the_wall_to_the_nanosecond(events: list[Event]) -> None:
     found = parts(events)
     assert found is not None
@@ -281,7 +223,7 @@ def test_no_part_is_negative_and_they_sum_to_the_wall_to_the_nanosecond(events: 
     assert 0 <= ns(found.hidden) <= 1000 - ns(found.exposed_s) - ns(found.waiting_s)
 
 
-@given(st.one_of(any_events(), nested_events))
+@given(any_events())
 def test_the_sums_of_a_step_are_those_of_its_parts(events: list[Event]) -> None:
     found, summed = parts(events), sums(events)
     assert found is not None and summed is not None
@@ -290,24 +232,6 @@ def test_the_sums_of_a_step_are_those_of_its_parts(events: list[Event]) -> None:
     assert summed.rest == ns(found.host_s + found.unattributed)
     assert (summed.rank, summed.step, summed.micro_batches) == (found.rank, found.step, found.micro_batches)
     assert (summed.start_ns, summed.end_ns) == (found.start_ns, found.end_ns)
-
-
-def test_a_step_that_has_not_ended_has_no_sums() -> None:
-    assert sums([Event(0, "compute", "forward", 0, 5)]) is None
-
-
-@given(any_events(), st.permutations(range(26)))
-def test_the_order_of_the_events_does_not_matter(events: list[Event], order: list[int]) -> None:
-    assert parts([events[i] for i in order if i < len(events)]) == parts(events)
-
-
-@given(any_events(), st.integers(-(10**15), 10**15))
-def test_a_shift_of_the_clock_changes_nothing(events: list[Event], shift: int) -> None:
-    there = parts(
-        [event._replace(start_ns=event.start_ns + shift, end_ns=event.end_ns + shift) for event in events]
-    )
-    assert there is not None
-    assert replace(there, start_ns=0, end_ns=1000) == parts(events)
 
 
 @given(any_events())
@@ -372,44 +296,6 @@ LONG = """
 """
 
 
-def test_means_over_steps_by_part_cause_and_name() -> None:
-    found = breakdown(steps(SHORT, LONG, rank=2))
-    assert (found.rank, found.steps) == (2, 2)
-    assert (found.wall_s, found.median_s) == (pytest.approx(0.014), pytest.approx(0.014))
-    assert list(found.parts) == list(PARTS)
-    assert found.parts == pytest.approx(
-        {
-            "compute": 0.006,
-            "exposed communication": 0.002,
-            "waiting for a slower rank": 0.002,
-            "pipeline bubble": 0,
-            "waiting for data": 0,
-            "update": 0.001,
-            "host": 0.0015,
-            "unattributed": 0.0015,
-        }
-    )
-    assert sum(found.parts.values()) == pytest.approx(found.wall_s)
-    assert found.causes == pytest.approx({"gradient sync": 0.002})
-    assert found.hosts == pytest.approx({"ledger": 0.0015})
-    assert found.hidden_s == pytest.approx(0.0015)
-    assert found.unattributed_share == pytest.approx((1 / 10 + 2 / 18) / 2)
-
-
-def test_the_first_two_of_more_than_four_steps_warm_up() -> None:
-    assert breakdown(steps(LONG, LONG, SHORT, SHORT, SHORT)).wall_s == pytest.approx(0.010)
-    assert breakdown(steps(LONG, LONG, SHORT, SHORT)).wall_s == pytest.approx(0.014)
-    backwards = steps(LONG, LONG, SHORT, SHORT, SHORT)[::-1]
-    assert breakdown(backwards).wall_s == pytest.approx(0.010)
-
-
-def test_steps_of_no_rank_or_two_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected steps of one rank, got 0 steps"):
-        breakdown([])
-    with pytest.raises(ValueError, match=r"got 2 steps of ranks \[0, 1\]"):
-        breakdown(steps(SHORT) + steps(SHORT, rank=1))
-
-
 def test_what_a_step_loses_has_a_lower_quartile_and_a_median() -> None:
     (one,) = steps(SHORT)
     waits = [{GRADIENT_SYNC: seconds} for seconds in (9, 1, 2, 4)]
@@ -464,12 +350,6 @@ def test_communication_under_a_backward_slows_it_by_half(drawing: str) -> None:
     assert slowdown([draw(drawing)]) == pytest.approx(2 / 4)
 
 
-def test_the_slowdown_is_of_the_median_step() -> None:
-    slower = OVERLAP.replace("XXXXXX.......", "XXXXXXX......")  # 7 under it, 2 more: 2 / 5
-    less = OVERLAP.replace("XXXXXX.......", "XXXXX........")
-    assert slowdown([draw(drawing, step=s) for s, drawing in enumerate([slower, OVERLAP, less])]) == 0.5
-
-
 @pytest.mark.parametrize(
     "drawing",
     [
@@ -484,6 +364,111 @@ def test_without_both_kinds_of_backward_the_slowdown_is_unknown(drawing: str) ->
     assert slowdown([]) is None
 
 
-def test_a_breakdown_keeps_the_slowdown_it_is_given() -> None:
-    found = breakdown(steps(SHORT), slowdown([draw(OVERLAP)]))
-    assert found == replace(breakdown(steps(SHORT)), slowdown=pytest.approx(0.5))
+BEGIN = 100  # ms, where draw begins
+
+
+def said(found: list[Bubble]) -> list[tuple[int, int, str, int]]:
+    """Begin and end in columns, cause and peer."""
+    return [
+        (bubble.start_ns // MS - BEGIN, bubble.end_ns // MS - BEGIN, bubble.cause, bubble.peer)
+        for bubble in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drawing", "expected"),
+    [
+        (
+            """
+            compute         |ffbb........uu....|
+            host            |....SSSSSSSS...LL.|
+            communication 0 |...A.22XXX........|
+            communication 1 |..........1X......|
+            """,
+            [
+                (4, 5, GRADIENT_SYNC, -1),
+                (5, 7, GRADIENT_SYNC, 2),
+                (7, 10, GRADIENT_SYNC, -1),
+                (10, 11, GRADIENT_SYNC, 1),
+                (11, 12, GRADIENT_SYNC, -1),
+                (15, 17, GLOBAL_LOSS, -1),
+            ],
+        ),
+        (
+            """
+            host            |ff.PPP|
+            compute         |.ffff.|
+            """,
+            [(5, 6, PARAMETER_UPDATE, 3)],
+        ),
+    ],
+    ids=["two buckets", "a device"],
+)
+def test_bubbles_are_those_that_are_drawn(drawing: str, expected: list[tuple[int, int, str, int]]) -> None:
+    assert said(bubbles(draw(drawing, peer=3))) == expected
+
+
+@given(any_events())
+def test_bubbles_are_disjoint_and_are_what_the_parts_say_of_waiting(events: list[Event]) -> None:
+    found = bubbles(events)
+    assert all(0 <= bubble.start_ns < bubble.end_ns <= 1000 for bubble in found)
+    assert all(one.end_ns <= other.start_ns for one, other in pairwise(found))
+    exposed: Counter[str] = Counter()
+    waiting: Counter[int] = Counter()
+    for bubble in found:
+        if bubble.peer < 0:
+            exposed[bubble.cause] += bubble.end_ns - bubble.start_ns
+        else:
+            waiting[bubble.peer] += bubble.end_ns - bubble.start_ns
+    whole = parts(events)
+    assert whole is not None
+    assert {cause: round(seconds * 1e9) for cause, seconds in whole.exposed.items()} == exposed
+    assert {peer: round(seconds * 1e9) for peer, seconds in whole.waiting.items()} == waiting
+
+
+FAST = """
+    compute         |ffffbbbbbbbb..........uu..|
+    host            |............SSSSSSSSSS....|
+    communication 0 |.....q11AXXXXX............|
+    communication 1 |...........qqq111AXXX.....|
+"""
+SLOW = """
+    compute         |.ffffffffbbbbbbbb.....uu..|
+    host            |.................SSSSS....|
+    communication 0 |.......qAXXXXX............|
+    communication 1 |................qAXXX.....|
+"""
+
+
+def test_the_columns_of_a_drawn_step() -> None:
+    first, second = bucket_rows([Timeline(draw(FAST, rank=0) + draw(SLOW, rank=1))])
+    assert (first.bucket, first.bytes, first.steps) == (0, 1000, 1)
+    assert first.ready_ms == {0: 5, 1: 7}
+    assert (first.skew_ms, first.slowest) == (2, 1)
+    assert first.wait_ms == 1  # 2 and none
+    assert (first.flight_ms, first.agree_ms, first.exchange_ms) == (6, 1, 5)
+    assert (first.exposed_ms, first.hidden_ms) == (1, 5)  # 2 of 6 on rank 0, none on rank 1
+    assert second.ready_ms == {0: 11, 1: 16}
+    assert (second.skew_ms, second.slowest, second.wait_ms) == (5, 1, 1.5)
+    assert (second.flight_ms, second.exposed_ms, second.hidden_ms) == (4, 4, 0)
+
+
+def test_figures_are_medians_over_steps() -> None:
+    steps = [
+        Timeline(draw(FAST, rank=0, step=step) + draw(SLOW, rank=1, step=step, begin_ms=100 + late))
+        for step, late in enumerate([0, 1, 9, 2, -4])
+    ]
+    random.Random(1).shuffle(steps)
+    row = bucket_rows(steps)[0]
+    assert row.steps == 5
+    # after rank 0's begin rank 1 is ready at 7 + late; where it begins 4 ms earlier, all counts from there
+    assert row.ready_ms == {0: 5, 1: 8}
+    assert row.skew_ms == 3  # of 2, 3, 11, 4, 2
+    assert row.slowest == 1
+
+
+@pytest.mark.parametrize(
+    "events", [[], draw("host |ll|"), draw(FAST)[:-1]], ids=["none", "alone", "not ended"]
+)
+def test_without_buckets_there_are_no_rows(events: list[Event]) -> None:
+    assert bucket_rows([Timeline(events)]) == []

@@ -1,18 +1,19 @@
-"""Predictions: the recursion, the fit, packing into buckets, what hiding costs, equal buckets, and links."""
+"""Predictions by arithmetic, and the slow rank, which is named; nobody is on a healthy run, however noisy."""
 
 from __future__ import annotations
 
-import math
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.comm.cost import AlphaBeta, fit
+from instep.comm.cost import AlphaBeta
+from instep.timeline.breakdown import parts
 from instep.timeline.bucket_times import BucketRow
 from instep.timeline.predict import (
-    CAPS_MB,
     MEBIBYTE,
     ExchangeModel,
     ExchangeTimes,
@@ -20,17 +21,13 @@ from instep.timeline.predict import (
     LinkModel,
     best_bucket,
     busy_share,
-    comm_bound_s,
-    compute_bound_s,
-    copying_s,
     exposed_s,
-    fit_buckets,
-    over_shared_memory,
     pack,
-    pause_s,
     saved_s,
     uniform_exposed_s,
 )
+from instep.timeline.straggler import COMPUTE, DATA, HOST, OwnTimes, SlowRank, find_slow_rank
+from tests.timeline.drawings import draw
 
 
 def row(bucket: int, num_bytes: int, ready_ms: float, flight_ms: float, agree_ms: float = 0.0) -> BucketRow:
@@ -66,36 +63,6 @@ def test_the_recursion_ends_where_the_longest_chain_does(buckets: list[tuple[int
     assert exposed_s(ready, costs, end_s=50) == max(last - 50, 0)
 
 
-def test_a_fit_finds_latency_and_bandwidth() -> None:
-    sizes = [1e3, 1e5, 1e6, 3e7]
-    fitted = fit(sizes, [0.002 + 9e-9 * size for size in sizes])
-    assert fitted.latency_s == pytest.approx(0.002)
-    assert fitted.s_per_byte == pytest.approx(9e-9)
-
-
-def test_a_fit_is_never_negative() -> None:
-    assert fit([1e6, 2e6], [0.001, 0.003]).latency_s == 0
-    assert fit([1e6, 2e6], [0.003, 0.002]).s_per_byte == 0
-
-
-def test_one_size_does_not_tell_latency_from_bandwidth() -> None:
-    with pytest.raises(ValueError, match="two sizes or more, got 1 sizes"):
-        fit([4.0, 4.0], [1.0, 2.0])
-
-
-def test_of_buckets_of_one_size_the_headers_tell_the_latency() -> None:
-    cost = fit_buckets([row(0, 1_000_000, 10, 13.0, agree_ms=1.0), row(1, 1_000_000, 20, 13.0, agree_ms=1.0)])
-    assert cost.latency_s == pytest.approx(0.003)  # headers, slices there, slices back
-    assert cost.s_per_byte == pytest.approx(10e-9)
-
-
-def test_a_latency_is_no_less_than_what_the_headers_take() -> None:
-    # Through the origin by their flights alone.
-    cost = fit_buckets([row(0, 1_000_000, 10, 10.0, agree_ms=1.0), row(1, 9_000_000, 20, 90.0, agree_ms=1.0)])
-    assert cost.latency_s == pytest.approx(0.001)
-    assert cost.s_per_byte == pytest.approx((0.100 - 0.002) / 10e6)
-
-
 def test_a_bucket_closes_once_it_has_reached_its_cap() -> None:
     assert pack([3, 3, 3, 3], cap=6) == [6, 6]
     assert pack([5, 5, 5], cap=6) == [10, 5]
@@ -117,52 +84,12 @@ def test_equal_buckets_agree_with_the_closed_form(cap_mb: int, backward_ms: floa
     assert then.total_s == pytest.approx(num * cost.latency_s + bytes_s)
 
 
-def test_the_best_size_is_near_the_square_root_rule() -> None:
-    cost, backward_s = AlphaBeta(0.0024, 9.2e-9), 0.5  # 64 MB take longer than backward
-    exchange = one_bucket(64, cost, backward_s * 1e3)
-    best = min(CAPS_MB, key=lambda cap: exchange.with_buckets(exchange.buckets_of(cap)).exposed_s)
-    rule = 64 * math.sqrt(cost.latency_s / backward_s)  # 4.4 MB
-    assert best == min(CAPS_MB, key=lambda cap: abs(math.log(cap / rule)))
-
-
-def test_one_bucket_hides_nothing() -> None:
-    now = one_bucket(32, AlphaBeta(0.003, 1e-9), 80.0).now()
-    assert now.exposed_s == pytest.approx(0.003 + 32e-9 * MEBIBYTE)
-    assert now.hidden_s == pytest.approx(0)
-
-
-def test_gradients_become_ready_as_the_run_has_shown() -> None:
-    #   ready:  0 MB at 20 (backward begins), 8 MB at 60, 16 MB at 100
-    half = 8 * MEBIBYTE
-    rows = [row(0, half, 60, 30.0), row(1, half, 100, 30.0)]
-    exchange = ExchangeModel(rows, strategy="bucketed", cap_mb=8, backward_s=0.08)
-    assert exchange.ready_s(4 * MEBIBYTE) == pytest.approx(0.040)
-    assert exchange.ready_s(half) == pytest.approx(0.060)
-    assert exchange.ready_s(12 * MEBIBYTE) == pytest.approx(0.080)
-    assert exchange.now().exposed_s == pytest.approx(0.030)  # 60 to 90, 100 to 130
-    assert exchange.buckets_of(16) == [2 * half]
-    assert exchange.buckets_of(4) == [half // 2] * 4
-
-
-def test_parameters_are_kept_whole() -> None:
-    sizes = [3 * MEBIBYTE, 1 * MEBIBYTE, 6 * MEBIBYTE]
-    rows = [row(k, size, 80 + 10 * k, 5.0 + k) for k, size in enumerate(sizes)]
-    exchange = ExchangeModel(rows, strategy="naive", cap_mb=25, backward_s=0.05)
-    assert exchange.buckets_of(4) == [4 * MEBIBYTE, 6 * MEBIBYTE]
-    assert exchange.now().exposed_s == pytest.approx(0.005 + 0.006 + 0.007)  # one after the other
-
-
 def test_what_hiding_costs_is_taken_off() -> None:
     now, then = ExchangeTimes(total_s=10, exposed_s=10), ExchangeTimes(total_s=12, exposed_s=3)
     assert saved_s(now, then, HidingCost(busy=0.0)) == 7
     assert saved_s(now, then, HidingCost(busy=0.5)) == 7 - 9 / 2  # 9 are hidden
     assert saved_s(now, then, HidingCost()) == 10 - 12  # no core is idle: only the number of messages changes
     assert saved_s(now, then, HidingCost(measured=0.5)) == 7 - 9 / 2
-
-
-def test_what_is_no_longer_hidden_no_longer_costs() -> None:
-    now, then = ExchangeTimes(total_s=10, exposed_s=4), ExchangeTimes(total_s=2, exposed_s=1)
-    assert saved_s(now, then, HidingCost(measured=0.5)) == 3 + 5 / 2  # 6 were hidden, 1 is
 
 
 def test_a_hidden_exchange_costs_what_is_processor_time_of_it() -> None:
@@ -172,27 +99,6 @@ def test_a_hidden_exchange_costs_what_is_processor_time_of_it() -> None:
     assert work.cost_s(outcome) == pytest.approx(3 * 3 / 4)
     assert HidingCost(0.5, 1.0, 0.5).cost_s(outcome) == pytest.approx(3 * 3 / 8)
     assert work.cost_s(ExchangeTimes(total_s=2, exposed_s=0, num_buckets=4)) == 2  # no more than it takes
-
-
-def test_pauses_are_what_a_step_waits_beyond_the_flights() -> None:
-    flown = [row(0, 1000, 50, 10.0), row(1, 1000, 60, 10.0), row(2, 1000, 70, 10.0)]
-    assert pause_s(flown, sync_s=0.036) == pytest.approx(0.002)  # all three are exposed
-    hidden = [replace(flown[0], exposed_ms=0.0), replace(flown[1], exposed_ms=5.0), flown[2]]
-    assert pause_s(hidden, sync_s=0.018) == pytest.approx(0.002)  # 3 ms for one and a half
-    assert pause_s(flown, sync_s=0.020) == 0
-    exchange = ExchangeModel(flown, strategy="naive", cap_mb=25, backward_s=0.05, pause_s=0.002)
-    assert exchange.now().exposed_s == pytest.approx(0.036)
-    assert exchange.cost.latency_s - fit_buckets(flown).latency_s == pytest.approx(0.002)
-
-
-def test_shared_memory_moves_two_bytes_and_a_third_of_the_latency() -> None:
-    cost = over_shared_memory(AlphaBeta(0.003, 9e-9), memory_bytes_per_s=4e9)
-    assert (cost.latency_s, cost.s_per_byte) == (pytest.approx(0.001), 0.5e-9)
-    assert over_shared_memory(AlphaBeta(0.0, 9e-9), 4e9).latency_s == 1e-4
-
-
-def test_sockets_copy_every_byte_again_and_again() -> None:
-    assert copying_s(1_000_000, num_ranks=2, memory_bytes_per_s=5.5e9) == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize(
@@ -216,28 +122,6 @@ def played(num_buckets, total, backward_s, link):
         full_at = backward_s * number / num_buckets
         free_at = max(free_at, full_at) + link.time_s(bucket)
     return free_at - backward_s
-
-
-def test_the_best_size_of_an_example():
-    # 200 ms for 100 MB, and backward takes 100 ms: comm-bound
-    link = AlphaBeta(latency_s=0.2e-3, s_per_byte=2e-9)
-    best = best_bucket(100 * MB, 0.1, link)
-    assert best / MB == pytest.approx(4.5, abs=0.05)
-    assert 100 * MB / best == pytest.approx(22, abs=0.5)
-    # exposed: b S - T_b + 2 sqrt(a T_b)
-    assert uniform_exposed_s(best, 100 * MB, 0.1, link) == pytest.approx(
-        0.2 - 0.1 + 2 * (0.2e-3 * 0.1) ** 0.5
-    )
-
-
-def test_compute_bound_buckets_are_the_smallest_with_which_the_network_keeps_up():
-    link = AlphaBeta(latency_s=1e-3, s_per_byte=0.5e-9)  # 50 ms for 100 MB under 100 ms of backward
-    best = best_bucket(100 * MB, 0.1, link)
-    assert best == pytest.approx(1e-3 * 100 * MB / (0.1 - 0.05))
-    assert link.time_s(best) == pytest.approx(
-        0.1 * best / (100 * MB)
-    )  # travels as fast as the next one fills
-    assert uniform_exposed_s(best, 100 * MB, 0.1, link) == pytest.approx(1e-3 * 0.1 / (0.1 - 0.05))
 
 
 @given(
@@ -266,37 +150,7 @@ def test_no_other_size_is_better(latency_s, wire_s, backward_s):
         assert least <= uniform_exposed_s(total * share / 400, total, backward_s, link) + 1e-9
 
 
-def test_each_regime_has_the_larger_of_the_two_forms():
-    total, backward_s = 100 * MB, 0.1
-    slow, fast = AlphaBeta(1e-4, 5e-9), AlphaBeta(1e-4, 1e-10)
-    for bucket in (2 * MB, 20 * MB):
-        assert uniform_exposed_s(bucket, total, backward_s, slow) == comm_bound_s(
-            bucket, total, backward_s, slow
-        )
-        assert uniform_exposed_s(bucket, total, backward_s, fast) == compute_bound_s(bucket, fast)
-
-
-def test_a_bucket_larger_than_everything_is_everything():
-    link = AlphaBeta(1e-4, 1e-9)
-    assert uniform_exposed_s(1e12, 100 * MB, 0.1, link) == uniform_exposed_s(100 * MB, 100 * MB, 0.1, link)
-    assert uniform_exposed_s(1e12, 100 * MB, 0.1, link) == pytest.approx(link.time_s(100 * MB))
-    assert best_bucket(100 * MB, 1e-9, link) == 100 * MB
-
-
-def test_the_largest_message_does_not_drown_the_latency():
-    link = AlphaBeta(3e-4, 0.7e-9)
-    sizes = [4e3, 64e3, 1e6, 32e6]
-    times = [link.time_s(size) for size in sizes]
-    times[-1] *= 1.1
-    assert fit(sizes, times).latency_s == pytest.approx(link.latency_s, rel=0.05)
-
-
 PAIR = LinkModel(compute_s=1.0, wire_s=0.8, latency_s=0.01, bytes_per_s=100 * MB, num_ranks=2)
-
-
-def test_what_does_not_overlap_adds_up():
-    assert PAIR.predict("flat", [80 * MB]) == pytest.approx(1.0 + 0.8 + 0.03)
-    assert PAIR.predict("naive", [40 * MB, 40 * MB]) == pytest.approx(1.0 + 0.8 + 2 * 0.03)
 
 
 def test_what_overlaps_takes_the_longer_one_and_the_last_message():
@@ -305,18 +159,123 @@ def test_what_overlaps_takes_the_longer_one_and_the_last_message():
     assert slow.predict("overlap", [70 * MB, 10 * MB]) == pytest.approx(0.8 + 0.1)
 
 
-@pytest.mark.parametrize(("num_ranks", "times"), [(2, 1), (3, 4 / 3), (4, 1.5), (1000, 2)])
-def test_an_all_reduce_never_moves_its_bytes_more_than_twice_over_a_link(num_ranks, times):
-    link = LinkModel(1.0, 1.0, 0.0, 100 * MB, num_ranks)
-    assert link.around_s(100 * MB) == pytest.approx(times, rel=2e-3)
+COMPUTE_S, DATA_S, HOST_S = 0.035, 0.005, 0.020  # per micro-batch, per micro-batch, per step
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_the_servers_link_carries_every_workers_gradients_and_weights(num_ranks):
-    link = LinkModel(1.0, 1.0, 0.0, 100 * MB, num_ranks)
-    assert link.predict("server", [100 * MB]) == pytest.approx(1.0 + 2 * (num_ranks - 1))
+def run(
+    ranks: int,
+    steps: int,
+    seed: int,
+    plant: Callable[[OwnTimes], OwnTimes] = lambda own: own,
+    *,
+    micro_batches: Sequence[int] = (),
+    noise: float = 0.08,
+) -> list[OwnTimes]:
+    """Steps of 100 ms: +-8 % noise on all, one figure in fifty takes three times as long."""
+    chance = random.Random(seed)
+
+    def noisy(seconds: float) -> float:
+        return seconds * chance.uniform(1 - noise, 1 + noise) * (3 if chance.random() < 0.02 else 1)
+
+    rows = []
+    for step in range(steps):
+        for rank in range(ranks):
+            n = micro_batches[rank] if micro_batches else 2
+            own = OwnTimes(rank, step, n, noisy(COMPUTE_S * n), noisy(DATA_S * n), noisy(HOST_S), 0.1)
+            rows.append(plant(own))
+    return rows
 
 
-def test_a_strategy_without_a_formula_is_refused():
-    with pytest.raises(ValueError, match="strategy 'ring': expected naive"):
-        PAIR.predict("ring", [1])
+def slow_by(rank: int, phase: str, seconds: float, since: int = 0) -> Callable[[OwnTimes], OwnTimes]:
+    field = {COMPUTE: "compute", DATA: "data", HOST: "host"}[phase]
+
+    def plant(own: OwnTimes) -> OwnTimes:
+        late = own.rank == rank and own.step >= since
+        return replace(own, **{field: getattr(own, field) + seconds}) if late else own
+
+    return plant
+
+
+@given(st.integers(2, 9), st.integers(5, 120), st.integers(0, 10**9), st.sampled_from([(), (3, 3, 2)]))
+def test_a_healthy_run_names_nobody(
+    ranks: int, steps: int, seed: int, micro_batches: tuple[int, ...]
+) -> None:
+    assert find_slow_rank(run(len(micro_batches) or ranks, steps, seed, micro_batches=micro_batches)) is None
+
+
+@given(st.integers(2, 9), st.integers(30, 120), st.integers(0, 10**9), st.sampled_from([COMPUTE, DATA, HOST]))
+def test_a_rank_that_is_slow_by_30_percent_is_named(ranks: int, steps: int, seed: int, phase: str) -> None:
+    slow = find_slow_rank(run(ranks, steps, seed, slow_by(ranks - 1, phase, 0.030)))
+    assert slow is not None
+    assert (slow.rank, slow.phase) == (ranks - 1, phase)
+    assert slow.excess_s == pytest.approx(0.030, abs=0.006)
+    assert slow.share == pytest.approx(0.30, abs=0.06)
+    assert slow.since <= 5
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**9), st.sampled_from([COMPUTE, DATA, HOST]))
+def test_the_step_is_found_at_which_a_rank_became_slow(seed: int, phase: str) -> None:
+    slow = find_slow_rank(run(3, 400, seed, slow_by(1, phase, 0.030, since=250)))
+    assert slow is not None
+    assert (slow.rank, slow.phase) == (1, phase)
+    assert abs(slow.since - 250) <= 8
+    assert slow.steps == 400 - slow.since
+
+
+def exact(
+    ranks: int, steps: int, plant: Callable[[OwnTimes], OwnTimes], micro_batches: Sequence[int] = ()
+) -> SlowRank | None:
+    """Without noise, so that every figure can be told."""
+    rows = [
+        OwnTimes(r, s, micro_batches[r] if micro_batches else 2, 0.07, 0.01, 0.02, 0.1)
+        for s in range(steps)
+        for r in range(ranks)
+    ]
+    return find_slow_rank([plant(row) for row in rows])
+
+
+def test_without_noise_the_figures_are_exact() -> None:
+    slow = exact(4, 30, slow_by(2, DATA, 0.02, since=11))
+    assert slow == SlowRank(2, DATA, 11, pytest.approx(0.02), pytest.approx(0.2), 19, pytest.approx(0.02))
+
+
+def test_who_is_slow_only_now_and_then_is_not_named() -> None:
+    def plant(own: OwnTimes) -> OwnTimes:
+        return replace(own, host=0.08) if own.rank == 1 and own.step % 3 else own  # 67 % of the steps
+
+    assert exact(2, 60, plant) is None
+
+
+def test_more_micro_batches_are_no_slowness_and_slow_ones_are() -> None:
+    micro_batches = (3, 3, 2)
+
+    def fair(own: OwnTimes) -> OwnTimes:
+        return replace(own, compute=0.03 * own.micro_batches, data=0.005 * own.micro_batches)
+
+    assert exact(3, 20, fair, micro_batches) is None
+    slow = exact(3, 20, lambda own: slow_by(2, COMPUTE, 0.024)(fair(own)), micro_batches)
+    assert slow == SlowRank(
+        2, COMPUTE, 0, pytest.approx(0.024), pytest.approx(0.24), 20, pytest.approx(0.024)
+    )
+
+
+def test_own_time_is_all_but_waits_and_the_update_and_travels_as_figures() -> None:
+    found = parts(
+        draw(
+            """
+            data            |dd...............|
+            compute         |..ffbb......uuu..|
+            host            |......SSSSSS...l.|
+            communication 0 |......111AXX.....|
+            """,
+            rank=3,
+            step=7,
+        )
+    )
+    assert found is not None
+    own = OwnTimes.of(found)
+    assert own == OwnTimes(3, 7, 1, 0.004, 0.002, pytest.approx(0.001), 0.017)  # without the ledger
+    assert OwnTimes.from_list(own.to_list()) == own
+    with pytest.raises(ValueError, match="expected 8 figures of a rank's step, got 2"):
+        OwnTimes.from_list([1.0, 2.0])

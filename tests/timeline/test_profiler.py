@@ -1,23 +1,37 @@
-"""Profiles of torch as timelines: figures computed by hand, a real profile, and files that are broken."""
+"""Profiles of torch as timelines: figures computed by hand, real profiles, a report, broken files."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.data import DataLoader, TensorDataset
 
+from instep.cli.exit_codes import DONE
+from instep.cli.report import main
 from instep.events import Event, Timeline
+from instep.mesh.mesh import Mesh
+from instep.replicate.wrapper import DataParallel
+from instep.shard.fully import fully_shard
 from instep.timeline import profiler
 from instep.timeline.breakdown import parts
 from instep.timeline.chrome_trace import write_traces
-from instep.timeline.profiler import DeviceTimes, ProfileFigures, read_profile
+from instep.timeline.profile_tables import NamedTimes, operator_times
+from instep.timeline.profiler import DeviceTimes, ProfileFigures, read_profile, read_records
+from tests.parity import filled
+from tests.replicate.nets import Dense
+from tests.replicate.replicas import square
+from tests.world import world
 
 BASE_NS = 1_790_857_026_000_000_000
 
@@ -114,53 +128,6 @@ def test_a_gpu_s_step_has_a_breakdown_that_sums_to_its_wall_time(tmp_path):
     }
     assert round(found.hidden * 1e6) == 50
     assert found.wall == sum(found.totals().values()) == 1e-3
-
-
-def test_communication_inside_a_kernel_is_hidden_and_copies_are_compute_but_no_kernels(tmp_path):
-    timeline, _ = read_profile(write(tmp_path / "gpu.json", GPU))
-    found = parts(timeline.of(0, 5))
-    # 1000 to 1100, 1150 to 1250, 1400 to 1700 and the memset, none of which the optimizer issued
-    assert round(found.compute * 1e6) == 550 and found.update == 0
-    assert round(found.exposed_s * 1e6) == 100 and round(found.hidden * 1e6) == 200
-
-
-def test_what_reaches_into_the_next_step_is_cut_there(tmp_path):
-    timeline, _ = read_profile(write(tmp_path / "gpu.json", GPU))
-    for step in (4, 5):
-        window = timeline.window(0, step)
-        for event in timeline.of(0, step):
-            assert window.start_ns <= event.start_ns < event.end_ns <= window.end_ns
-    gemms = [event.duration_s for event in timeline.events if event.name == "gemm"]
-    assert sorted(round(seconds * 1e6) for seconds in gemms) == [50, 100, 100, 300]
-
-
-def test_operators_that_issue_to_a_device_are_host_code_outside_the_loader(tmp_path):
-    timeline, _ = read_profile(write(tmp_path / "gpu.json", GPU))
-    issuing = [event for event in timeline.events if event.name == "issuing"]
-    assert [(event.start_ns - BASE_NS, event.end_ns - BASE_NS) for event in issuing] == [(150_000, 250_000)]
-
-
-def test_times_are_those_of_the_profile_s_clock_in_nanoseconds(tmp_path):
-    events = [told("kernel", "gemm", 4432805438559.664, 4432805438560.165)]
-    timeline, _ = read_profile(write(tmp_path / "one.json", events))
-    (event,) = (event for event in timeline.events if event.lane == "compute")
-    assert event.start_ns == BASE_NS + 4432805438559664
-    assert event.end_ns == pytest.approx(event.start_ns + 501, abs=1)
-
-
-def test_without_steps_the_whole_profile_is_one(tmp_path):
-    events = [told("kernel", "gemm", 10, 20), told("cpu_op", "aten::mm", 0, 5)]
-    timeline, figures = read_profile(write(tmp_path / "one.json", events))
-    assert timeline.steps == [0] and rounded(figures.steps[0]) == (20, 10, 10, 0, 0)
-
-
-def test_the_rank_is_the_profile_s_unless_told_otherwise(tmp_path):
-    path = write(
-        tmp_path / "three.json", GPU, distributedInfo={"backend": "nccl", "rank": 3, "world_size": 4}
-    )
-    assert read_profile(path)[0].ranks == [3]
-    assert read_profile(path, rank=5)[0].ranks == [5]
-    assert read_profile(write(tmp_path / "none.json", GPU))[0].ranks == [0]
 
 
 # On a processor: gloo works in a thread of its own, and autograd starts it from inside backward.
@@ -260,26 +227,6 @@ def test_a_real_profile_has_the_operators_that_torch_counts(real):
     assert 0 < figures.total.utilisation <= 1 and figures.total.communication == 0
 
 
-def test_a_real_profile_s_steps_have_data_compute_and_update(real):
-    _, timeline, _ = real
-    for step in timeline.steps:
-        found = parts(timeline.of(2, step))
-        assert min(found.compute, found.data, found.update) > 0
-        assert min(found.totals().values()) >= 0
-        assert sum(found.totals().values()) == pytest.approx(found.wall)
-
-
-def test_a_profile_that_was_exported_before_is_asked_for_as_a_file(real, tmp_path):
-    profiled, _, _ = real
-    with pytest.raises(ValueError, match="pass the file"):
-        read_profile(profiled)
-
-
-def test_a_profile_that_has_not_begun_cannot_be_read():
-    with pytest.raises(ValueError, match="cannot be exported"):
-        read_profile(profile(activities=[ProfilerActivity.CPU]))
-
-
 @pytest.mark.parametrize("name", ['layer "head"', '{"head": "a", "b": 1}'])
 def test_a_name_may_have_quotation_marks(name: str) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function(name):
@@ -319,12 +266,6 @@ def test_a_broken_file_is_refused_in_plain_words(tmp_path, text, expected):
     assert expected in str(error.value) and str(error.value).startswith("broken.json")
 
 
-def test_odd_things_that_do_not_matter_are_borne(tmp_path):
-    odd = [{**GOOD, "pid": [1], "tid": {"a": 2}, "args": 3}, {"ph": "X", "cat": ["kernel"]}, {}, {"ph": "C"}]
-    _, figures = read_profile(write(tmp_path / "odd.json", odd, distributedInfo=[1]))
-    assert rounded(figures.total) == (10, 10, 10, 0, 0)
-
-
 @pytest.mark.parametrize("keep", [1, 10, -9, -4])
 def test_a_packed_file_that_is_cut_off_is_refused(tmp_path, keep):
     path = write(tmp_path / "whole.json.gz", GPU)
@@ -339,3 +280,108 @@ def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path, monkeypatc
     path.write_bytes(gzip.compress(b" " * 1_000_000))
     with pytest.raises(ValueError, match="more than 10000 bytes"):
         read_profile(path)
+
+
+def ns(*rows: tuple[str, int, int, int]) -> list[NamedTimes]:
+    return [NamedTimes(name, calls, total * 1000, own * 1000) for name, calls, total, own in rows]
+
+
+def test_operators_have_the_time_of_those_that_they_call_in_all_and_not_by_themselves(tmp_path: Path) -> None:
+    events = [
+        told("cpu_op", "linear", 0, 100),
+        told("cpu_op", "addmm", 10, 70),
+        told("cpu_op", "linear", 20, 30),  # recursion: its time is in the outer one's
+        told("cpu_op", "addmm", 100, 120),
+        told("cpu_op", "addmm", 0, 50, "another thread"),
+    ]
+    records, _ = read_records(write(tmp_path / "nested.json", events))
+    assert operator_times(records) == ns(("addmm", 3, 130, 120), ("linear", 2, 100, 50))
+
+
+def test_the_report_of_a_profile_is_printed_and_nothing_is_written(tmp_path: Path, capsys) -> None:
+    assert main([str(write(tmp_path / "gpu.json", GPU))]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "profile of rank 0: 2 steps on GPU, 1.000 ms each"
+    # Both steps: kernels 1,050 us, communication 550, of which under kernels 250, nothing 650.
+    words = [line.split() for line in lines[1:5]]
+    assert [(line[-3], line[-1]) for line in words] == [
+        ("0.400", "40.0%"),
+        ("0.150", "15.0%"),
+        ("0.125", "12.5%"),
+        ("0.325", "32.5%"),
+    ]
+    shares = "67.5%: 52.5% compute and 27.5% communication, of which 45.5% ran under compute"
+    assert lines[5] == f"  utilisation {shares}"
+    assert any(line.split()[:3] == ["1", "gemm", "3"] for line in lines)
+    assert os.listdir(tmp_path) == ["gpu.json"]
+    assert "marks no steps" not in "".join(lines)
+    assert main([str(write(tmp_path / "cpu.json", CPU))]) == DONE
+    assert "kernels: none, because no device was profiled" in capsys.readouterr().out
+
+
+def test_a_fifo_and_what_is_no_profile_are_refused_at_once(tmp_path: Path, capsys) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "text.json").write_text("no JSON")
+    for name, message in (("fifo", "expected a regular file, got a pipe"), ("text.json", "not JSON")):
+        assert main([str(tmp_path / name)]) != DONE
+        said = capsys.readouterr().err
+        assert said.startswith("instep report: error: ") and str(tmp_path / name) in said and message in said
+
+
+def profiled(path: Path, train: Callable[[], object], *, all_threads: bool) -> Path:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as recorded:
+        train()
+    recorded.export_chrome_trace(str(path))
+    return path
+
+
+REFUSAL = r"handed to another thread.*profile_all_threads=True"
+
+
+def check_of_wrappers(mesh: Mesh, tmp_path: Path) -> None:
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "naive": lambda module: DataParallel(module, process_group=mesh, strategy="naive"),
+        "overlap": lambda module: DataParallel(module, process_group=mesh, strategy="overlap"),
+        "stage 3": lambda module: fully_shard(module, process_group=mesh),
+    }
+    for name, wrap in wrappers.items():
+        model = wrap(filled(Dense()))
+
+        def train(model: nn.Module = model) -> None:
+            square(model, mesh.rank).backward()
+
+        for _ in range(2):  # in the first one nothing is sent before backward has ended
+            train()
+            model.zero_grad()
+        path = profiled(tmp_path / f"{name} {mesh.rank}.json", train, all_threads=True)
+        figures = read_profile(path)[1].total
+        assert 0 < figures.communication < figures.wall, name
+        model.zero_grad()
+        path = profiled(path, train, all_threads=False)
+        # The first has no other thread, and the others use theirs only where something waits in it, which a
+        # rank that is late does itself.
+        assert is_told(path) or (name != "naive" and is_refused(path)), name
+        model.close()
+
+
+def is_refused(path: Path) -> bool:
+    try:
+        read_profile(path)
+    except ValueError as error:
+        return re.search(REFUSAL, str(error)) is not None
+    return False
+
+
+def is_told(path: Path) -> bool:
+    return not is_refused(path) and read_profile(path)[1].total.communication > 0
+
+
+@world(2, by="process")
+def test_exchanges_over_gloo_are_communication_or_the_profile_is_refused(mesh: Mesh, tmp_path: Path) -> None:
+    check_of_wrappers(mesh, tmp_path)
+
+
+@world(2, by="process", backend="shm")
+def test_so_they_are_over_shared_memory(mesh: Mesh, tmp_path: Path) -> None:
+    check_of_wrappers(mesh, tmp_path)

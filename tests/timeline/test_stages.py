@@ -20,7 +20,6 @@ from instep.timeline.straggler import OwnTimes, find_slow_rank
 from instep.timeline.trace_files import read_traces
 from tests.timeline.made_up_run import name
 
-S = 1_000_000_000
 EVEN = StageTimes(1, 1, 1)
 SLOW = StageTimes([0.01, 0.03], [0.01, 0.03], [0.01, 0.03])  # the second stage takes three times as long
 
@@ -66,11 +65,6 @@ def test_a_ranks_time_is_fill_computation_and_waits_in_between_and_drain():
     assert figures.slow is None
 
 
-def test_no_formula_promises_less_than_no_waiting():
-    figures = pipeline_figures([simulate(generate("zb-h1", 2, 4), StageTimes(2, 1, 5))], "zb-h1")
-    assert figures is not None and figures.formula == 0
-
-
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_equal_stages_without_messages_wait_as_the_closed_form_says(schedule):
     timeline = simulate(generate(schedule, 4, 8), EVEN)
@@ -105,15 +99,6 @@ def test_stages_that_hardly_differ_are_not_named(second):
     assert (figures.slow, figures.formula) == (None, None)  # the schedule has no name here
 
 
-def test_a_stage_that_is_slow_in_few_of_the_steps_is_not_named():
-    timelines = steps("1f1b", 4, EVEN, 5)
-    timelines[2:4] = [
-        simulate(generate("1f1b", 2, 4), StageTimes([1, 9], [1, 9], [1, 9]), step=n) for n in (2, 3)
-    ]
-    figures = pipeline_figures(timelines)
-    assert figures is not None and figures.slow is None
-
-
 def test_several_pipelines_are_told_apart_by_their_micro_batches():
     one = simulate(generate("1f1b", 2, 4), SLOW).events
     other = [e._replace(rank=e.rank + 2, leaf=e.leaf + 4 if e.leaf >= 0 else -1) for e in one]
@@ -122,10 +107,6 @@ def test_several_pipelines_are_told_apart_by_their_micro_batches():
     assert (figures.num_ranks, figures.micro_batches, figures.slow.ranks) == (2, 4, (1, 3))
     assert [row.rank for row in figures.ranks] == [0, 1, 2, 3]
     assert figures.ranks[1].steady_s == figures.ranks[3].steady_s
-
-
-def test_a_step_without_stages_is_no_pipelines():
-    assert pipeline_figures([Timeline([Event(0, "compute", "forward", 0, S, step=0, leaf=0)])]) is None
 
 
 def test_waits_for_other_stages_are_the_bubble_and_no_slower_rank():
@@ -144,17 +125,6 @@ def test_waits_for_other_stages_are_the_bubble_and_no_slower_rank():
             )
             rows.append(OwnTimes.from_list(OwnTimes.of(found).to_list()))
     assert find_slow_rank(rows) is None  # of these ranks, the second does what is another one's to do
-
-
-def test_among_the_ranks_of_one_stage_one_may_be_slow():
-    rows = [
-        OwnTimes(rank, step, 4, 0.1 + 0.2 * (rank >= 2) + 0.1 * (rank == 3), 0, 0, 0.5, stage=rank // 2)
-        for step in range(8)
-        for rank in range(4)
-    ]
-    slow = find_slow_rank(rows)
-    assert slow is not None
-    assert (slow.rank, slow.excess_s) == (3, pytest.approx(0.1))
 
 
 def test_the_lines_say_the_bubble_its_formula_and_the_slow_stage(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +13,8 @@ from torch import nn
 import instep
 from instep.events import STEP
 from instep.mesh.mesh import Mesh
-from instep.replicate.server import ParameterServer
 from instep.replicate.wrapper import DataParallel
 from instep.ring_buffer import read_head
-from instep.timeline import trace as context
 from instep.timeline.trace import TraceSession
 from instep.timeline.trace_files import FOLDER, path_of, read_traces
 from tests.parity import numbers, world_of_one
@@ -35,7 +32,7 @@ def wrapped(mesh: Mesh) -> DataParallel:
 def train(model: DataParallel, trace: TraceSession | None = None, steps: int = STEPS) -> None:
     """An ordinary loop; the loader takes a while."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = (numbers(3, 6, key=str(step)) for step in range(steps))
+    batches = (numbers(3, 6, key=f"{model.group.rank} {step}") for step in range(steps))
     for x in batches if trace is None else trace.data(batches):
         optimizer.zero_grad()
         model(x).square().sum().backward()
@@ -94,25 +91,6 @@ def test_with_a_path_every_rank_tells_of_both_and_print_shows_it(mesh: Mesh, tmp
     mesh.world.group.barrier("all have looked")
 
 
-def test_alone_it_works_without_a_process_group() -> None:
-    with instep.trace(model := wrapped(world_of_one())) as trace:
-        assert str(trace) == "no step has ended"
-        assert trace.analysis().breakdowns == []
-        train(wrapped(world_of_one()))  # another one, with a recorder of its own
-        assert str(trace) == "no step has ended"
-        train(model, trace)
-        assert str(trace).startswith("time   ")
-
-
-def test_what_follows_the_last_step_is_no_step() -> None:
-    model = wrapped(world_of_one())
-    with instep.trace(model) as trace:
-        train(model, trace)
-        model(numbers(3, 6, key="more")).sum().backward()
-    assert [row.step for row in trace.analysis().rows[0]] == [*range(STEPS)]
-    assert not any(event.name == STEP and event.step == STEPS for event in trace.recorder.events)
-
-
 @pytest.mark.parametrize("to_disk", [False, True])
 def test_what_came_before_is_no_part_of_it(tmp_path: Path, to_disk: bool) -> None:
     model = wrapped(world_of_one())
@@ -122,32 +100,6 @@ def test_what_came_before_is_no_part_of_it(tmp_path: Path, to_disk: bool) -> Non
         train(model, trace)
     rows = trace.analysis().rows[0]
     assert [row.step for row in rows] == [*range(STEPS, 2 * STEPS)] and rows[0].start_ns >= began
-
-
-def test_parts_of_the_loop_have_the_names_that_it_gives_them() -> None:
-    model = wrapped(world_of_one())
-    with instep.trace(model) as trace:
-        for _ in trace.data([1]):
-            with trace.span("logging"):
-                time.monotonic_ns()
-            train(model, steps=1)
-    (row,) = trace.analysis().rows[0]
-    assert row.host["logging"] > 0 and row.data > 0
-
-
-def test_a_loader_that_starts_slowly_is_waited_for_as_data() -> None:
-    """The first batch's wait includes what ``iter`` does, where a DataLoader starts its workers."""
-    model = wrapped(world_of_one())
-    trace_of: list[TraceSession] = []
-
-    class Loader:
-        def __iter__(self):
-            assert ("data", "data") in trace_of[0].recorder._open
-            return iter([numbers(3, 6, key="a")])
-
-    with instep.trace(model) as trace:
-        trace_of.append(trace)
-        assert len([*trace.data(Loader())]) == 1
 
 
 def loop(model: DataParallel, path: Path | None, batches: Iterable[torch.Tensor]) -> None:
@@ -184,71 +136,6 @@ def test_what_an_earlier_process_left_there_is_no_part_of_it(tmp_path: Path) -> 
     with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
         train(model, trace, steps=2)
     assert [row.step for row in trace.analysis().rows[0]] == [0, 1]
-
-
-def test_ranks_of_an_earlier_run_that_are_no_more_are_no_part_of_it(tmp_path: Path) -> None:
-    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
-        train(model, trace, steps=9)
-    file = path_of(tmp_path / FOLDER, 0)
-    with_head(rank=1, world_size=2)(file)
-    file.rename(path_of(tmp_path / FOLDER, 1))
-    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
-        train(model, trace, steps=2)
-    traces = read_traces(tmp_path / FOLDER)
-    assert [*traces.traces] == [0] and traces.steps == [0, 1]
-    assert traces.notes == ["the trace of rank 1 is of an earlier run: left out"]
-
-
-def test_epochs_that_are_traced_one_by_one_go_on_in_one_file(tmp_path: Path) -> None:
-    model = wrapped(world_of_one())
-    for _ in range(2):
-        with instep.trace(model, tmp_path) as trace:
-            train(model, trace)
-    assert [row.step for row in trace.analysis().rows[0]] == [*range(2 * STEPS)]
-
-
-@world(2)
-def test_workers_of_a_parameter_server_wait_for_it_by_name(mesh: Mesh, tmp_path: Path) -> None:
-    module = nn.Linear(6, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    server = ParameterServer(module, optimizer if mesh.rank == 0 else None, process_group=mesh)
-    with instep.trace(server, tmp_path) as trace:
-        for x in trace.data(numbers(3, 6, key=str(step)) for step in range(STEPS)):
-            server(x).sum().backward()
-            server.step()
-    rows = trace.analysis().rows[mesh.rank]
-    assert [row.step for row in rows] == [*range(STEPS)]
-    head, _ = read_head(path_of(tmp_path / FOLDER, mesh.rank)) or ({}, [])
-    assert head["setting"]["strategy"] == "server"
-    mesh.world.group.barrier("all have looked")
-
-
-def test_a_head_has_room_for_the_longest_names() -> None:
-    model = wrapped(world_of_one())
-    assert len(json.dumps(context._head(model))) < 1500
-
-
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_room_for_no_event_is_refused(tmp_path: Path, capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"expected at least 1 event, got {capacity}"):
-        context.trace(wrapped(world_of_one()), tmp_path, capacity=capacity).__enter__()
-
-
-def test_a_path_that_cannot_be_made_is_an_error_and_the_model_goes_on(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).write_text("a file")
-    model = wrapped(world_of_one())
-    with pytest.raises(FileExistsError):
-        context.trace(model, tmp_path).__enter__()
-    train(model)
-    assert model.recorder.optimizer_steps == STEPS
-
-
-def test_what_comes_after_the_block_is_no_part_of_it(tmp_path: Path) -> None:
-    with instep.trace(model := wrapped(world_of_one()), tmp_path) as trace:
-        train(model, trace, steps=2)
-    train(model, trace, steps=5)
-    assert [row.step for row in trace.analysis().rows[0]] == [0, 1]
-    assert len(trace.recorder.events) > 0
 
 
 @world(2, pp=2, dp=1)

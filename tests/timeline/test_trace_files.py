@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -73,39 +71,6 @@ def test_what_was_recorded_is_read_step_by_step(tmp_path):
     assert traces.traces[1].windows[3][1] == run.now
 
 
-def test_what_belongs_to_a_stage_is_known_by_it_and_a_file_of_before_there_were_stages_knows_none(tmp_path):
-    ring = RingBuffer(4, tmp_path / name(0), {"rank": 0})
-    ring.put("forward", "compute", 1 * MS, 2 * MS, 0, 0, 3, -1, -1, 2)
-    ring.put("backward", "compute", 2 * MS, 3 * MS, 0, 0, 3, -1, -1, 2)
-    ring.put("step", "host", 0, 4 * MS, 0, 0, -1, -1, -1)
-
-    def stages() -> dict[str, int]:
-        return {event.name: event.stage for event in read_traces(tmp_path).timeline(0).events}
-
-    assert stages() == {"step": -1, "forward": 2, "backward": 2}
-    data = bytearray((tmp_path / name(0)).read_bytes())
-    for place in range(4):
-        last = FIRST + (place + 1) * RECORD.size
-        data[last - 4 : last] = bytes(4)  # where these had nothing
-    (tmp_path / name(0)).write_bytes(data)
-    assert stages() == {"step": -1, "forward": -1, "backward": -1}
-
-
-def test_a_step_that_has_not_ended_is_no_step_yet(tmp_path):
-    run = MadeUpRun(tmp_path, 2)
-    run.steps(0, 2)
-    run.step(2, ended=[1])
-    run.step(3, ended=[])
-    assert whole_steps(read_traces(tmp_path)) == {0: [0, 1], 1: [0, 1], 2: [1]}
-
-
-def test_only_the_last_steps_fit_and_the_first_of_them_may_have_lost_its_begin(tmp_path):
-    MadeUpRun(tmp_path, 1, capacity=40, micro_batches=2, buckets=1).steps(0, 10)
-    traces = read_traces(tmp_path)
-    assert traces.notes == [] and traces.steps[-1] == 9 and 0 not in traces.steps
-    assert parts(traces.timeline(9).of(0, 9)).micro_batches == 2
-
-
 def test_a_step_made_twice_counts_once_as_it_was_the_last_time(tmp_path):
     run = MadeUpRun(tmp_path, 2)
     run.steps(0, 4)
@@ -121,15 +86,6 @@ def test_a_step_made_twice_counts_once_as_it_was_the_last_time(tmp_path):
         assert parts(events).compute == pytest.approx(2 * parts(traces.timeline(1).of(1, 1)).compute)
 
 
-def test_of_a_step_that_is_being_made_again_the_last_whole_time_is_told(tmp_path):
-    run = MadeUpRun(tmp_path, 1)
-    run.steps(0, 3)
-    before, end = len(read_traces(tmp_path).timeline(2).of(0, 2)), run.now
-    run.step(2, ended=[])
-    events = read_traces(tmp_path).timeline(2).of(0, 2)
-    assert len(events) == before and max(event.end_ns for event in events) == end
-
-
 def test_ranks_of_an_earlier_world_are_in_no_later_step(tmp_path):
     run = MadeUpRun(tmp_path, 4)
     run.steps(0, 6)
@@ -138,23 +94,6 @@ def test_ranks_of_an_earlier_world_are_in_no_later_step(tmp_path):
     traces = read_traces(tmp_path, 2)
     assert whole_steps(traces) == {s: [0, 1, 2, 3] if s < 4 else [0, 1] for s in range(9)}
     assert traces.world_size == 2 and traces.gone == {2: 5, 3: 5} and traces.notes == []
-
-
-def test_ranks_that_came_later_are_in_later_steps_only(tmp_path):
-    run = MadeUpRun(tmp_path, 1)
-    run.steps(0, 3)
-    MadeUpRun(tmp_path, 2, begin_ms=run.now / MS + 800).steps(3, 5)
-    traces = read_traces(tmp_path, 2)
-    assert whole_steps(traces) == {0: [0], 1: [0], 2: [0], 3: [0, 1], 4: [0, 1]}
-    assert traces.world_size == 2 and traces.gone == {}
-
-
-def test_ranks_that_are_no_more_are_left_out_where_their_host_was_started_again(tmp_path):
-    MadeUpRun(tmp_path, 3, begin_ms=9_000_000, head={"boot": "the one before"}).steps(0, 6)
-    MadeUpRun(tmp_path, 2).steps(4, 9)
-    traces = read_traces(tmp_path, 2)
-    assert whole_steps(traces) == {s: [0, 1] for s in range(4, 9)}
-    assert traces.notes == ["the trace of rank 2 is of an earlier run: left out"]
 
 
 def test_clocks_that_are_an_hour_apart_give_one_timeline(tmp_path):
@@ -211,36 +150,6 @@ def test_one_file_that_is_lost_or_nonsense_is_noted_and_the_others_are_read(tmp_
     assert whole_steps(traces) == {step: [0, 2] for step in range(4)}
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "permission denied"), MemoryError()])
-def test_a_file_that_may_not_be_read_or_does_not_fit_is_noted(tmp_path, monkeypatch, error):
-    MadeUpRun(tmp_path, 2).steps(0, 2)
-    read = np.fromfile
-
-    def refused(path, *args, **options):
-        if path.name == name(0):
-            raise error
-        return read(path, *args, **options)
-
-    monkeypatch.setattr(np, "fromfile", refused)
-    traces = read_traces(tmp_path)
-    assert f"{name(0)} cannot be read: left out" in traces.notes and whole_steps(traces) == {0: [1], 1: [1]}
-
-
-def test_a_file_whose_name_is_no_text_is_noted_in_what_can_be_printed(tmp_path):
-    (tmp_path / os.fsdecode(b"rank-\xff\x1b[31m.ring")).write_text("")
-    (note,) = read_traces(tmp_path).notes
-    assert note.startswith("rank-??[31m.ring is not a trace") and note.isprintable()
-
-
-@pytest.mark.parametrize("cut", [0, 1, RECORD.size * 7, RECORD.size * 60 + 17])
-def test_a_file_truncated_in_its_records_tells_what_it_has(tmp_path, cut):
-    MadeUpRun(tmp_path, 2, capacity=64).steps(0, 9)
-    os.truncate(tmp_path / name(1), FIRST + cut)
-    traces = read_traces(tmp_path, 2)
-    assert traces.notes == [f"{name(1)} is truncated: {cut // RECORD.size} of 64 records are there"]
-    assert len(traces.traces[1].records) == cut // RECORD.size and whole_steps(traces)[8][0] == 0
-
-
 def test_a_record_that_was_being_written_is_left_out_and_counted(tmp_path):
     ring = RingBuffer(8, tmp_path / name(0), {"rank": 0})
     for i in range(8):
@@ -251,33 +160,6 @@ def test_a_record_that_was_being_written_is_left_out_and_counted(tmp_path):
     traces = read_traces(tmp_path)
     assert traces.notes == [f"{name(0)}: 5 record(s) are not whole: left out"]
     assert traces.traces[0].records["start_ns"].tolist() == [0, 60, 70]
-
-
-def test_a_world_of_a_million_ranks_of_which_one_file_is_there_is_one_short_note(tmp_path):
-    MadeUpRun(tmp_path, 2, only=[0], head={"world_size": 1 << 20}).steps(0, 2)
-    assert read_traces(tmp_path).notes == [
-        "no trace of rank 1, 2, 3, 4, 5, 6, 7, 8 and more: "
-        "it is on another host, was lost, or was never written"
-    ]
-
-
-@pytest.mark.parametrize("size", [10**30, -1, True, "two", [2], {"a": 1}, float("nan"), float("inf"), None])
-def test_a_size_of_the_world_that_cannot_be_is_unknown(tmp_path, size):
-    MadeUpRun(tmp_path, 2, head={"world_size": size, "error_ns": size, "host": size, "boot": size}).steps(
-        0, 2
-    )
-    traces = read_traces(tmp_path, size)
-    assert (traces.world_size, traces.error_ns, traces.notes) == (0, 0, [])
-    assert whole_steps(traces) == {0: [0, 1], 1: [0, 1]}
-
-
-def test_a_file_that_claims_to_be_endless_takes_no_more_memory_than_it_has_bytes(tmp_path):
-    MadeUpRun(tmp_path, 1, capacity=64).steps(0, 3)
-    with_head(capacity=1 << 50)(tmp_path / name(0))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    traces = read_traces(tmp_path)
-    assert traces.notes == [f"{name(0)} is truncated: 64 of {1 << 50} records are there"]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
 
 json_values = st.recursive(
@@ -328,11 +210,3 @@ def test_whatever_stands_in_records_the_parts_of_a_step_are_disjoint(tmp_path, r
         assert found is not None and found.wall > 0
         assert min(found.totals().values()) >= 0
         assert sum(found.totals().values()) == pytest.approx(found.wall)
-
-
-def test_steps_that_a_run_went_back_behind_are_not_those_it_made_last(tmp_path):
-    run = MadeUpRun(tmp_path, 2)
-    run.steps(0, 30)
-    run.steps(10, 15)  # from a checkpoint after step 10
-    traces = read_traces(tmp_path)
-    assert traces.steps == [*range(15)]
