@@ -87,7 +87,7 @@ BUDGET = {
     "reduce": 2710,
     "replicate": 1690,
     "rng": 410,
-    "run": 5125,
+    "run": 5130,
     "shard": 4205,
     "shm": 2040,
     "state": 1730,
