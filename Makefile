@@ -18,7 +18,7 @@ ARGS ?=
 # all that it imports, and every worker rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test slow check bench faults
+.PHONY: env train test slow check docs bench faults
 
 env: $(STAMP) $(NATIVE)
 
@@ -52,6 +52,16 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/ as a site: build/site/index.html. A warning is an error, a link that leads nowhere too; nothing is fetched.
+docs: env $(VENV)/docs
+	rm -rf build/site
+	$(BIN)/python -m sphinx -q -E -W --keep-going -n -d build/doctrees -c docs . build/site
+	@echo built build/site/index.html
+
+$(VENV)/docs: $(STAMP)
+	$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
 
 # Each writes its own folder's results, charts and tables. One after the other: they measure.
 bench: env

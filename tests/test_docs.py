@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import hashlib
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.cli import show
 from instep.launch.launch import launch
 from instep.recipes import text_config
 from instep.run.toml import flatten
@@ -255,3 +257,33 @@ def test_every_page_is_in_the_index_and_begins_with_what_it_answers():
         assert path.stem == "index" or f"({path.name})" in index
         title, blank, answer = path.read_text().splitlines()[:3]
         assert title.startswith("# ") and not blank and answer[:1].isupper()
+
+
+@pytest.mark.parametrize("page", ["placement", "strategies", "shm", "timeline"])
+def test_the_answers_of_a_page_of_concepts_are_right(page):
+    text = PAGES[page].read_text()
+    exercises, answers = text.split("## Exercises\n")[1].split("<details><summary>Answers</summary>\n")
+    assert "> [!TIP]\n" in text
+    assert exercises.count("\n1. ") == exercises.count("\n2. ") == exercises.count("\n3. ") == 1
+    code = re.sub("^ +```", "", answers, flags=re.MULTILINE)
+    test = doctest.DocTestParser().get_doctest(code, {}, page, None, None)
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_shows_of_a_collective_is_printed(page):
+    printed: list[str] = []
+    for block in re.findall(r"^ *```console\n(.*?)^ *```", PAGES[page].read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if found := re.match(r" *\$ instep show (\S+) -n (\d+)", line):
+                printed = list(show.lines(*show.chosen(found[1]), int(found[2])))
+            elif "$ " in line:
+                printed = []
+            elif printed:
+                assert line.strip() in [one.strip() for one in printed]
+
+
+def test_the_page_of_the_api_has_every_public_name():
+    made = re.findall("<!-- made at build: api (.*) -->", PAGES["api"].read_text())
+    public = {*instep.__all__, *(f"errors.{name}" for name in instep.errors.__all__)}
+    assert public - {"__version__", "errors"} <= {name for line in made for name in line.split()}

@@ -360,17 +360,14 @@ def unregister(mesh: Mesh) -> None:
 
 
 class Get:
-    """``instep.get(what)``: this rank's place in a mesh, anywhere in the program.
+    """This rank's place in a mesh, by ``instep.get(what)`` anywhere in the program.
 
     Args:
-        what: which of these is wanted:
-            "grank": the global rank, an int.
-            "rank", "ws": rank and number of ranks (world size), ints; along its axis where ``mesh`` is a
-                view ``mesh["dp"]``, else in the world.
-            "pg": the ``torch.distributed.ProcessGroup`` of the same ranks, for collectives of your own;
-                None for a single rank.
-            "lrank": the rank on this host, an int.
-            "device": the ``torch.device`` of this rank.
+        what: which of these is wanted. "grank": the global rank, an int. "rank", "ws": rank and number of
+            ranks (world size), ints; along its axis where ``mesh`` is a view ``mesh["dp"]``, else in the
+            world. "pg": the ``torch.distributed.ProcessGroup`` of the same ranks, for collectives of your
+            own; None for a single rank. "lrank": the rank on this host, an int. "device": the
+            ``torch.device`` of this rank.
         mesh: by default the registered one, which ``instep.init`` has made. It may be torch's
             ``DeviceMesh``; one of several dims is all its ranks.
 
