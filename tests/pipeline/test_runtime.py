@@ -285,7 +285,7 @@ class Sample:
 class Samples:
     """Made when they are read; ``alive`` are those that something still holds."""
 
-    num_micro_batches, position, identity = 8, 0, 0
+    num_micro_batches, position, identity, digest = 8, 0, 0, 0
 
     def __init__(self) -> None:
         self.alive: WeakSet[Sample] = WeakSet()
