@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import SGD
 
 import instep
+import instep.run.step
 from instep.mesh.mesh import Mesh
 from instep.replicate.wrapper import DataParallel
 from tests.world import world
@@ -63,7 +64,10 @@ def test_a_step_has_few_calls(mesh: Mesh, declared: bool, most: int, num_files: 
 
     for _ in range(WARM_UP):
         step()
-    files = files_of_calls(step)
+    ours = (
+        instep.run.step.__file__
+    )  # its hook is there where another test had a run, and finds no step of one
+    files = [file for file in files_of_calls(step) if file != ours]
     assert len(files) <= most
     assert len(set(files)) <= num_files
     model.close()
