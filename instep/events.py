@@ -41,7 +41,7 @@ COMPARISON = "comparison of replicas"
 WAITS = frozenset({GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER, BATCH_NORM, BUFFERS, GLOBAL_LOSS,
                    SPLIT_SOFTMAX, EXPERT_DISPATCH, PIPELINE, COMPARISON})  # fmt: skip
 
-# A run's own work around a step, most of it on rank 0: no script is slow by it.
+# Spans of a run's own work around a step, mostly on rank 0; not counted as host code of the script.
 BOOKKEEPING = frozenset({"begin", "snapshot", "ledger", "hash", "save", "timing"})
 
 

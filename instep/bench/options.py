@@ -209,6 +209,7 @@ class StepsOptions(WholeStepOptions):
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
         super().check()
+        _check_samples(self.samples)
         if self.batch is not None and self.setting != "communication":
             raise ValueError(
                 f"--batch {self.batch} and --setting {self.setting} both say how much a rank computes: pass "
@@ -255,6 +256,7 @@ class ScalingOptions(WholeStepOptions):
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
         super().check()
+        _check_samples(self.samples)
         if len(set(self.ranks)) < 2 or min(self.ranks) < 1:
             raise ValueError(
                 f"expected at least two numbers of ranks to compare, such as -n 1 2 4, got {self.ranks}"
@@ -280,7 +282,8 @@ class DataParallelOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks, samples=self.samples)
+        _check_ranks(self.ranks)
+        _check_samples(self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +307,8 @@ class MemorySaversOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks, samples=self.samples)
+        _check_ranks(self.ranks)
+        _check_samples(self.samples)
         if self.batch < 1 or self.context < 1 or self.steps < 0 or self.seeds < 1:
             raise ValueError(
                 f"expected at least 1 window, 1 token, 0 steps and 1 seed, got batch={self.batch}, "
@@ -355,7 +359,8 @@ class PipelineOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
-        _check_ranks(self.ranks, samples=self.samples)
+        _check_ranks(self.ranks)
+        _check_samples(self.samples)
         if self.micro_size < 1:
             raise ValueError(f"expected at least 1 window, got --micro-size {self.micro_size}")
         if not self.counts:
@@ -371,9 +376,12 @@ class PipelineOptions(OutputFiles):
         _ = self.model
 
 
-def _check_ranks(*numbers: int, samples: int = 0) -> None:
+def _check_samples(samples: int) -> None:
     if samples < 0:
-        raise ValueError(f"expected 0 samples, which are as many as fit, or more, got {samples}")
+        raise ValueError(f"expected --samples of at least 0 (0: as many as fit), got {samples}")
+
+
+def _check_ranks(*numbers: int) -> None:
     for ranks in numbers:
         if ranks < 2:
             raise ValueError(f"expected at least 2 ranks, got {ranks}: a single rank has no peer")

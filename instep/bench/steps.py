@@ -262,7 +262,7 @@ def notes(results: StepResults) -> list[str]:
             )
     gap, ddp = results.gap_closed(NONE.name), results.ddp.replace("-", " over ")
     lines.append(
-        f"torch's {ddp} is no slower than no synchronisation here: there is no gap to close"
+        f"torch's {ddp} is within {LEAST_GAP:.0%} of no synchronisation here: too little to compare"
         if gap is None
         else f"{GAP}: 0 % is torch's {ddp}, 100 % is no synchronisation"
     )

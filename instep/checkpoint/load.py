@@ -210,7 +210,9 @@ def restore(
     values = all_or_none(group, "the reading of a state", lambda: state.read(source, options), errors=errors)
 
     def check() -> None:
-        if sha256 is None and not source.frozen:  # of more than this state
+        if (
+            sha256 is None and not source.frozen
+        ):  # no hash to compare: the checkpoint has more than this state
             return
         digest, parts = SharedHash(state.group).digests(state.owned(values), step)
         other = [name for name, saved in source.frozen.items() if parts[name] != saved]

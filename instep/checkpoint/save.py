@@ -225,6 +225,7 @@ def plan(state: State, path: Path, frozen: bool = True) -> Plan:
     bodies = [parse_json(data, MESSAGE_BYTES) for data in everyone]
     by_rank = tuple(tuple(shards_from_json(body["rows"])) for body in bodies)
     table = HashTable(by_rank)
+    everywhere = set[str].intersection(*(set(body["frozen"]) for body in bodies))
     made = Plan(
         rank=group.rank,
         by_rank=by_rank,
@@ -233,7 +234,7 @@ def plan(state: State, path: Path, frozen: bool = True) -> Plan:
         runs=tuple(x for x in table.complete(group, own) if x.name in table.cut),
         options=merged([body["options"] for body in bodies]),
         ties=dict(state.ties()),
-        left_out=tuple(x for x in bodies[0]["frozen"] if all(x in body["frozen"] for body in bodies)),
+        left_out=tuple(x for x in bodies[0]["frozen"] if x in everywhere),
         token=bodies[0]["token"],
         exists=bodies[0]["exists"],
     )

@@ -110,6 +110,7 @@ def save(
         data_cursor=registered.cursor(0),
         numerical=_numerical(state.module),
         world_size=state.everyone.size,
+        extra={"models": [*registered.models]},
     )
     timeout_s = state.group.timeout_s
     return saving.save(Path(directory), state, draft, keep=keep, frozen=frozen, timeout_s=timeout_s)

@@ -47,8 +47,8 @@ def main(args: Sequence[str]) -> int:
     """Convert as ``args`` say; return the exit code."""
     try:
         options = tyro.cli(ConvertOptions, prog=PROGRAM, description=DESCRIPTION, args=list(args))
-        if options.to == "transformers" and options.weights is None:
-            raise ValueError("--to transformers needs --weights FOLDER: config and tokenizer files")
+        if (options.weights is not None) != (options.to == "transformers"):
+            raise ValueError("--to transformers and --weights FOLDER need each other: pass both or neither")
         if options.to == "transformers" and options.optimizer:
             raise ValueError("--to transformers writes no moments: leave out --optimizer")
         # From here on torch is imported, which --help and a mistyped flag do not wait for.
@@ -56,7 +56,7 @@ def main(args: Sequence[str]) -> int:
         from instep.integrations.pretrained import to_pretrained
 
         found = find(options.checkpoint)
-        if options.weights is not None and options.to == "transformers":
+        if options.weights is not None:
             to_pretrained(found, options.weights, options.out)
         else:
             to_safetensors(found.path, options.out, optimizer=options.optimizer)

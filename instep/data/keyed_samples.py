@@ -92,6 +92,7 @@ class KeyedSamples:
         self._memory: Outgoing | None = None  # in a worker process
         self._own: list[KeyedGenerator] | None = None
         self._is_plain = is_plain(dataset)
+        self.draws = not self._is_plain or (collate is not default_collate and collate is not torch.stack)
 
     def __getitems__(self, task: Task) -> list[Any]:
         """``read`` in a worker process, in a list of its own, as a DataLoader has it."""
@@ -173,7 +174,7 @@ class KeyedSamples:
         if self._own is None:
             own = *generators_in(self.dataset, "dataset"), *generators_in(self.collate, "collate")
             self._own = [default_generator(), *own]
-        if self._is_plain and (self.collate is default_collate or self.collate is torch.stack):
+        if not self.draws:
             yield []
             return
         generators = [*self._own, *global_generators()]

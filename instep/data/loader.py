@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import signal_handling
 
-from instep.data.keyed_samples import FIRST_SAMPLE, SHOWN, Deal, Failed, KeyedSamples, Task, is_plain
+from instep.data.keyed_samples import FIRST_SAMPLE, SHOWN, Deal, Failed, KeyedSamples, Task
 from instep.data.length_groups import LengthGroups
 from instep.data.order import MASK_64
 from instep.data.sample_shards import ShardOrder, Shards
@@ -162,11 +162,6 @@ class Loader:
         self.weigh, self.timeout_s = weigh, SOONER * mesh_timeout_s if timeout_s is None else timeout_s
         self._position = 0
         self.digest = 0  # of the first sample, which other ranks compare; until it is read 0
-        in_shards = isinstance(dataset, Shards)
-        num_lane_readers = num_workers if in_shards else 0
-        self._share = _Share(
-            self.deal, num_lane_readers, num_looks=1 if is_plain(dataset) or in_shards else 2
-        )
         self._shared: Any = [0]  # the turn, and the sample that each worker process reads
         if num_workers:
             context = multiprocessing_context
@@ -176,6 +171,8 @@ class Loader:
         self._samples = KeyedSamples(
             dataset, self.deal, seed, collate, self._shared, prefetch_factor + NUM_HELD
         )
+        num_lane_readers = num_workers if isinstance(dataset, Shards) else 0
+        self._share = _Share(self.deal, num_lane_readers, num_first_reads=1 + self._samples.draws)
         self._options: dict[str, Any] = {
             "dataset": self._samples,
             "batch_sampler": self._share,
@@ -321,8 +318,8 @@ class Loader:
                 self._shared[0] += 1
                 self._share.start = self._shared[0], self._position, own, k
                 stream = self._begin()
-                if self._share.num_looks:
-                    self._look(stream)
+                if self._share.num_first_reads:
+                    self._read_digest(stream)
             else:
                 stream = self._stream
                 for _ in range(0 if k else self._share.num_idle(own)):
@@ -346,13 +343,16 @@ class Loader:
                 raise RuntimeError(lost) from None
             raise
 
-    def _look(self, stream: Iterator[Any]) -> None:
+    def _read_digest(self, stream: Iterator[Any]) -> None:
         """Take the digest of the first sample, if reading it twice gives the same."""
-        num_looks = self._share.num_looks
-        found = [self._wait_for(stream) for _ in range(num_looks + self._share.num_idle(range(num_looks)))]
-        digests = {sampled_digest(found[i]) for i in range(num_looks)}
+        num_first_reads = self._share.num_first_reads
+        found = [
+            self._wait_for(stream)
+            for _ in range(num_first_reads + self._share.num_idle(range(num_first_reads)))
+        ]
+        digests = {sampled_digest(found[i]) for i in range(num_first_reads)}
         self.digest = digests.pop() if len(digests) == 1 else 0
-        self._share.num_looks = 0
+        self._share.num_first_reads = 0
 
     def _kill_stuck(self) -> None:
         """End the worker processes that are in a sample: torch would wait for each of them for seconds."""
@@ -447,10 +447,10 @@ class _Share:
     every step, so that it reads on in its shards: tasks of nothing make a step a multiple of their number.
     """
 
-    def __init__(self, deal: Deal, num_lane_readers: int, num_looks: int) -> None:
+    def __init__(self, deal: Deal, num_lane_readers: int, num_first_reads: int) -> None:
         self._deal, self._num_lane_readers = deal, num_lane_readers
         self.start: tuple[int, int, tuple[int, ...], int] = 0, 0, (), 0
-        self.num_looks = num_looks  # tasks of the first sample, before all others
+        self.num_first_reads = num_first_reads  # tasks of the first sample, before all others
 
     def num_idle(self, own: Sequence[int]) -> int:
         """Tasks of nothing in a step with the micro-batches ``own``."""
@@ -459,8 +459,8 @@ class _Share:
     def __iter__(self) -> Iterator[Task]:
         turn, position, own, k = self.start
         if own:
-            yield from [Task(turn, 0, FIRST_SAMPLE)] * self.num_looks
-            yield from [Task(turn, -1, 0)] * self.num_idle(range(self.num_looks))
+            yield from [Task(turn, 0, FIRST_SAMPLE)] * self.num_first_reads
+            yield from [Task(turn, -1, 0)] * self.num_idle(range(self.num_first_reads))
         idle = [Task(turn, -1, 0)] * self.num_idle(own)
         while own:
             yield from (Task(turn, position, micro_batch) for micro_batch in own[k:])

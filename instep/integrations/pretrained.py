@@ -40,11 +40,14 @@ def to_pretrained(found: Found, weights: Path, out: Path) -> Path:
         ValueError: ``weights`` lacks what is needed; adapters of a kind that is not supported.
     """
     source = load.open_source(found.path, found.manifest)
-    models = found.manifest.extra["optimizer"]["declared_steps"]
+    models = found.manifest.extra.get("models", [])
     if len(models) > 1:
-        raise ValueError(f"{found.path} has several models ({', '.join(models)}): export needs one")
+        raise ValueError(
+            f"{found.path} has several models ({', '.join(models)}): save the one to export alone, "
+            "instep.save(dir, step=, model=model)"
+        )
     names = {name.removeprefix(MODEL): name for name in source.tensors if name.startswith(MODEL)}
-    is_adapter = any(".lora_" in name for name in names)
+    is_adapter = any(name.startswith("base_model.") or ".lora_" in name for name in names)  # peft's names
     config = _config(weights, ADAPTER_CONFIG if is_adapter else CONFIG)
     if is_adapter:
         names = _adapter_names(names, config)
@@ -126,7 +129,8 @@ def _with_frozen(source: Source, weights: Path) -> Source:
         _, parts = state_digests([described(name, whole.read_whole(MODEL + name))], 0)
         if parts[name] != saved:
             raise CheckpointRejected(
-                f"{weights}: {name!r} has other values than the frozen weight that was trained with: name "
-                "the folder of the weights that training began with"
+                f"{weights}: {name!r} ({dtype_name(whole.tensors[MODEL + name].dtype)}) differs from the "
+                "frozen weight of training: name the folder that training began with, or save with "
+                "frozen=True if the script cast the weights"
             )
     return whole

@@ -24,9 +24,13 @@ def leading_imports(source: bytes) -> list[ast.stmt]:
 
 def _preload(path: Path) -> None:
     before = len(os.listdir("/proc/self/task"))
-    for statement in leading_imports(path.read_bytes()):
-        with suppress(Exception):
-            exec(compile(ast.Module([statement], []), str(path), "exec", dont_inherit=True), {})
+    sys.path.insert(0, str(path.parent))  # as when the script runs
+    try:
+        for statement in leading_imports(path.read_bytes()):
+            with suppress(Exception):
+                exec(compile(ast.Module([statement], []), str(path), "exec", dont_inherit=True), {})
+    finally:
+        sys.path.remove(str(path.parent))
     torch = sys.modules.get("torch")
     if len(os.listdir("/proc/self/task")) > before or (torch is not None and torch.cuda.is_initialized()):
         print(

@@ -121,11 +121,12 @@ _VALUES: Mapping[str, Mapping[int, str]] = {
     "hooked": {0: "instep's exchange", 1: "a communication hook"},
 }
 NUM_FIELDS = len(Header._fields)
-# Not compared with a rank that has read nothing.
-OTHER_SAMPLE = {
+# A rank that has read nothing is not compared.
+SAMPLE_DIFFERS = {
     "input_digest": (
         "has another first sample in its instep.Loader, digest {}",
-        "Open the same data set on every rank, with its files in the same order: sort what a directory lists",
+        "Open the same data set on every rank, in the same order (sort what a directory lists), with the "
+        "same library versions",
     )
 }
 _agreed = itemgetter(*map(Header._fields.index, AGREED))
@@ -188,7 +189,7 @@ def describe_step(header: Header) -> str:
 
 def _out_of_step(name: str, values: Sequence[int], ranks: Sequence[int]) -> Problem:
     """ "rank 2 sends bucket 7; ranks 0, 1: 6", with the odd ranks first."""
-    phrase, fix = (AGREED | OTHER_SAMPLE)[name]
+    phrase, fix = (AGREED | SAMPLE_DIFFERS)[name]
     text = {value: _VALUES.get(name, {}).get(value, str(value)) for value in values}
     common = Tally(values).most_common(1)[0][0]
     odd = {rank: value for rank, value in zip(ranks, values, strict=True) if value != common}

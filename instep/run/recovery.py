@@ -398,7 +398,7 @@ class Checkpoints:
             data_cursor=training.cursor,
             numerical=training.contract,
             world_size=training.mesh.axes.world_size,
-            extra=training.carried(),
+            extra={**training.carried(), "models": [*training.registered.models]},
         )
         copy = None
         if self._snapshots is not None:

@@ -155,8 +155,8 @@ class Backward:
                 require_outermost(self.reducer.optimizer_parameters)
             self.reducer.recorder.ensure_step()
             self._start("forward")
-        if self.declared.inputs.waits:
-            self.declared.inputs.given((args, kwargs))
+            if self.declared.inputs.waits:
+                self.declared.inputs.given((args, kwargs))
 
     def _forward_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

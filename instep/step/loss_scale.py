@@ -45,9 +45,9 @@ class LossScale(TorchFunctionMode):
         if len(self._backwards) == 1 and self._backwards[0][0]:  # several may be parts of the micro-batch
             num, (_, file, line) = self.num_micro_batches, self._backwards[0]
             warnings.warn_explicit(
-                f"the loss was divided by {num}, the number of micro-batches in the step: micro_batches() "
-                f"takes the mean over them, so the gradient is {num} times too small. Delete the division "
-                f"(ignore this if {num} is the number of items in the micro-batch)",
+                f"the loss was divided by {num}, and the step has {num} micro-batches: micro_batches() takes "
+                "the mean over them already. Delete the division if it is for gradient accumulation; ignore "
+                f"this if 1/{num} is a weight of the loss",
                 UserWarning,
                 file,
                 line,

@@ -97,7 +97,7 @@ def test_adapters_become_a_folder_under_the_names_of_peft(tmp_path: Path, frozen
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["RUN", "--to", "transformers", "--out", "OUT"], 2, "needs --weights FOLDER"),
+        (["RUN", "--to", "transformers", "--out", "OUT"], 2, "need each other: pass both"),
         (["none", "--out", "OUT"], 2, "none is no folder: expected a run"),
         (["EMPTY", "--out", "OUT"], 2, "has no checkpoint: expected a run"),
         (["EMPTY/step-00000001", "--out", "OUT"], 3, r"manifest\.json: cannot be read"),

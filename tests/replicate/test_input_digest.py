@@ -170,6 +170,18 @@ def test_ranks_of_a_plain_loop_that_read_the_same_are_told(mesh: Mesh, stage: in
 
 
 @world(2, by="process")
+def test_an_evaluation_before_the_first_step_does_not_count(mesh: Mesh) -> None:
+    """All ranks may evaluate on the same batch."""
+
+    def feed(model: Any, step: int) -> Iterator[tuple[None, Tensor]]:
+        with torch.no_grad():
+            model(samples()[-SIZE:])
+        yield from plain(samples()[mesh.rank :: 2])(model, step)
+
+    assert on(mesh, feed) == []
+
+
+@world(2, by="process")
 def test_plain_loops_with_shares_or_with_one_batch_for_good_are_quiet(mesh: Mesh) -> None:
     assert on(mesh, plain(samples()[mesh.rank :: 2])) == []
     assert on(mesh, plain(samples(SIZE))) == []
@@ -206,10 +218,17 @@ class Unseeded(list[Tensor]):
         return super().__getitem__(i) + noise
 
 
+@pytest.mark.parametrize("where", ["data set", "collate_fn"])
 @world(2)
-def test_a_first_sample_that_is_never_the_same_is_not_compared(mesh: Mesh) -> None:
+def test_a_first_sample_that_is_never_the_same_is_not_compared(mesh: Mesh, where: str) -> None:
     model = DataParallel(filled(Dense()), process_group=mesh)
-    loader = Loader(Unseeded(samples()), SIZE * NUM_MICRO_BATCHES, SIZE)
+    dataset, collate = Unseeded(samples()), None
+    if where == "collate_fn":
+        dataset, collate = (
+            TensorDataset(samples()),
+            lambda rows: Unseeded([torch.cat([x for (x,) in rows]).view(-1, 6)])[0],
+        )
+    loader = Loader(dataset, SIZE * NUM_MICRO_BATCHES, SIZE, collate_fn=collate)
     one_step(model, loader)
     assert loader.digest == 0
     model.close()
