@@ -69,7 +69,7 @@ PURE = [
 BUDGET = {
     "": 960,
     "bench": 5805,
-    "checkpoint": 4090,
+    "checkpoint": 4095,
     "cli": 1040,
     "comm": 1000,
     "data": 1195,
@@ -87,11 +87,11 @@ BUDGET = {
     "reduce": 2715,
     "replicate": 1690,
     "rng": 410,
-    "run": 5130,
+    "run": 5140,
     "shard": 4205,
     "shm": 2040,
     "state": 1730,
-    "step": 2705,
+    "step": 2710,
     "timeline": 4970,
     "verify": 745,
 }

@@ -168,8 +168,8 @@ def load(
     )
     if found is None and which == "best":
         raise CheckpointRejected(
-            f"{directory}: expected a checkpoint that a run has kept as its best, got none: say by which "
-            'figure, Run(checkpoint={"best": "val_loss"}), or load the newest'
+            f"{directory}: expected a checkpoint that a run has kept as its best, got none: name the "
+            'checkpoints/ folder of a run with Run(checkpoint={"best": "val_loss"}), or load the newest'
         )
     if found is None:
         if state.is_for_use and everyone.rank == 0:

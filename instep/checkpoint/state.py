@@ -152,9 +152,14 @@ class TrainingState:
         return name if name in self._parameters else None
 
     def frozen(self) -> list[str]:
-        """The frozen parameters, but those that an optimizer has stepped: the script builds their values."""
-        stepped = {id(x.parameter) for x in self.steps.held.values() if self.steps.state_of(x)}
-        return [name for name, p in self._parameters.items() if not p.requires_grad and id(p) not in stepped]
+        """The parameters that were never trained, whose values the script builds.
+
+        Frozen ones, but those that an optimizer has stepped, or that were trainable when they were wrapped.
+        """
+        trained = {id(x.parameter) for x in self.steps.held.values() if self.steps.state_of(x)}
+        for reduction in (r for said in self._registered.wrapped() for r in said.reductions.values()):
+            trained |= {*map(id, reduction.parameters), *map(id, reduction.optimizer_parameters)}
+        return [name for name, p in self._parameters.items() if not p.requires_grad and id(p) not in trained]
 
     def options(self) -> Json:
         """What of it is no tensor, as this rank knows it (see ``merged``).

@@ -172,7 +172,7 @@ class Loader:
             dataset, self.deal, seed, collate, self._shared, prefetch_factor + NUM_HELD
         )
         num_lane_readers = num_workers if isinstance(dataset, Shards) else 0
-        self._share = _Share(self.deal, num_lane_readers, num_first_reads=1 + self._samples.draws)
+        self._share = _Share(self.deal, num_lane_readers, num_first_reads=3 if self._samples.draws else 1)
         self._options: dict[str, Any] = {
             "dataset": self._samples,
             "batch_sampler": self._share,
@@ -267,6 +267,7 @@ class Loader:
     def advance(self) -> None:
         """The step has been made: go on to the next. For ``micro_batches``."""
         self._position += self.batch_size
+        self.digest = 0  # later a data set may have changed, and a rank that is new would see another one
 
     def start(self) -> None:
         """Start the worker processes now, and not with the first step.

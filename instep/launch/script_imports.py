@@ -27,7 +27,7 @@ def _preload(path: Path) -> None:
     sys.path.insert(0, str(path.parent))  # as when the script runs
     try:
         for statement in leading_imports(path.read_bytes()):
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 exec(compile(ast.Module([statement], []), str(path), "exec", dont_inherit=True), {})
     finally:
         sys.path.remove(str(path.parent))

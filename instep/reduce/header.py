@@ -126,7 +126,8 @@ SAMPLE_DIFFERS = {
     "input_digest": (
         "has another first sample in its instep.Loader, digest {}",
         "Open the same data set on every rank, in the same order (sort what a directory lists), with the "
-        "same library versions",
+        "same library versions; what it draws has to come from generators of torch, Python, numpy or its own "
+        "that exist before a sample is read",
     )
 }
 _agreed = itemgetter(*map(Header._fields.index, AGREED))

@@ -101,12 +101,13 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
             )
         if loop.left:
             code = code or 1
-    if code in RESERVED and not any(loop.code == code or loop.rank for loop in begun.loops):
-        print(
-            f"the script ended with exit code {code}, by which `instep run` says that {RESERVED[code]}: it "
-            "ends with 1 instead",
-            file=sys.stderr,
-        )
+    if code in RESERVED and not any(loop.code == code for loop in begun.loops):
+        if not any(loop.rank for loop in begun.loops):
+            print(
+                f"the script ended with exit code {code}, by which `instep run` says that {RESERVED[code]}: "
+                "it ends with 1 instead",
+                file=sys.stderr,
+            )
         code = 1
     channel.heartbeat.enter("lost")
     channel.say("finished", code=code)

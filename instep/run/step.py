@@ -113,7 +113,7 @@ class StepWork:
         self.wishes: dict[str, Callable[[], bool]] = {}
         self._optimizers = {id(x): name for name, x in training.registered.optimizers.items()}
         self._unregistered = Unregistered(training.registered)
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._is_open = False
         self._watching = ExitStack()
         self.hashes: dict[str, GradientHashes] = {}  # of the last step that was watched, by reduction
@@ -178,7 +178,7 @@ class StepWork:
             self._clips = Clips(training.mesh.recorder)
             self._token = clipping.set(self._clips)
         self._is_open = True
-        _open[self._thread] = self
+        _open.append(self)
         self.phases.begin()
 
     def end(self) -> float:
@@ -232,7 +232,7 @@ class StepWork:
         self._watching.close()
         if self._is_open:
             clipping.reset(self._token)
-            del _open[self._thread]
+            _open.remove(self)
             if self.training.config.record.leaves:
                 self.training.seen = joined({key: self.hashes[key] for key in self.reduced})
         self._is_open = False
@@ -350,16 +350,23 @@ class StepWork:
                     p.grad = None
 
 
-_open: dict[int, StepWork] = {}  # by thread
+_open: list[StepWork] = []  # several where ranks are threads, or a run is inside a step of another one
+
+
+def _of_this_thread() -> list[StepWork]:
+    return [step for step in _open if step.thread == threading.get_ident()]
 
 
 def _before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    step = _open.get(threading.get_ident())
-    return None if step is None else step.before_update(optimizer, args, kwargs)
+    changed = None
+    for step in _of_this_thread():
+        if (found := step.before_update(optimizer, args, kwargs)) is not None:
+            args, kwargs = changed = found
+    return changed
 
 
 def _after_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (step := _open.get(threading.get_ident())) is not None:
+    for step in _of_this_thread():
         step.after_update(optimizer)
 
 

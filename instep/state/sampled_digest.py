@@ -42,10 +42,12 @@ def sampled_digest(values: Any, *, min_distinct: int = 1) -> int:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return 0
             # An odd distance: an even one may come to the same column of every row, a border of images.
-            sample = x.detach().flatten()[:: x.numel() // NUM_ELEMENTS | 1].cpu()
+            at = torch.arange(0, x.numel(), x.numel() // NUM_ELEMENTS | 1, device=x.device)
+            x = x.detach()
+            sample = (x.flatten()[at] if x.is_contiguous() else x[torch.unravel_index(at, x.shape)]).cpu()
             hashed.update(f"{x.dtype} {tuple(x.shape)}".encode())
             hashed.update(as_bytes(sample).numpy().data)
             distinct = max(distinct, len(set(sample.tolist())))
-    except (RuntimeError, NotImplementedError):  # without values, or not to be read now: sparse, meta, vmap
+    except Exception:  # without values, or not to be read now: sparse, meta, vmap, a field that is not set
         return 0
     return int.from_bytes(hashed.digest(), "little") >> 4 if distinct >= min_distinct else 0

@@ -86,6 +86,10 @@ class InputDigest:
             return
         self.waits = False
         digest = sampled_digest(inputs, min_distinct=MIN_DISTINCT)
+        if not self._declared:  # the newest counts: the first batch may be one to warm up on
+            self._varied = self._first not in (None, digest)
+            self._first = digest
+            return
         if self._first is None:
             self._first = digest
         self._varied |= digest != self._first

@@ -58,7 +58,7 @@ def is_divided(loss: Tensor, by: int) -> bool:
     """Whether ``loss`` is a mean divided by ``by``, or multiplied by the inverse; a sum may be divided."""
     node = loss.grad_fn
     for _ in range(NUM_NODES):
-        if node is None:
+        if node is None or not node.name().startswith(("Div", "Mul")):
             return False
         following = next((each for each, _ in node.next_functions if each is not None), None)
         factor = getattr(node, "_saved_other", None)
@@ -71,8 +71,9 @@ def is_divided(loss: Tensor, by: int) -> bool:
 
 
 def is_sum(node: Any) -> bool:
-    """Whether ``node`` is a sum, or a loss with ``reduction="sum"``."""
-    return node is not None and (node.name().startswith("Sum") or getattr(node, "_saved_reduction", 1) == 2)
+    """Whether ``node`` adds up, or is a loss with ``reduction="sum"``."""
+    adds = node is not None and node.name().startswith(("Sum", "Add", "Sub", "Dot"))
+    return adds or getattr(node, "_saved_reduction", 1) == 2
 
 
 def is_compiled(modules: Iterable[nn.Module]) -> bool:

@@ -177,7 +177,7 @@ class DeclaredStep:
 
     def _watched(self, leaf: int, plan: StepPlan) -> AbstractContextManager[Any]:
         """Around the first micro-batch of all, on one rank."""
-        first = self._steps == 1 and leaf == 0 and plan.num_leaves > 1
+        first = self._steps == 1 and leaf == 0 and plan.num_leaves > 2  # halves are common in losses
         return (
             LossScale(plan.num_leaves) if first and not is_compiled(self.module.modules()) else nullcontext()
         )

@@ -116,5 +116,5 @@ def _around(outer: str, inner: str) -> ValueError:
     return ValueError(
         f"{outer} was put around {inner}, and both would exchange the same gradients: use one of the two. "
         "accelerate's prepare() and the Trainer of transformers do it to each model that they are given: "
-        'leave the model out of prepare(), as in "accelerate and transformers" of docs/use.md'
+        "leave the model out of prepare(), as in docs/huggingface.md"
     )

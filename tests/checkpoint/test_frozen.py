@@ -131,3 +131,7 @@ def test_what_was_stepped_before_it_was_frozen_is_saved(tmp_path: Path) -> None:
     model[0].requires_grad_(False)
     path = instep.save(tmp_path, step=1, frozen=False, model=model, optimizer=optimizer)
     assert verify(path).frozen == {}
+    wrapped = instep.DataParallel(Adapted().requires_grad_(True))  # SGD keeps nothing that would show it
+    wrapped.module[0].requires_grad_(False)
+    assert verify(instep.save(tmp_path / "sgd", step=1, frozen=False, model=wrapped)).frozen == {}
+    wrapped.close()
