@@ -1,7 +1,8 @@
-"""What a measurement leaves: a file of results that says where it was made, and tables between the marks of pages.
+"""Files of results that say where they were made, and the tables that pages have of them.
 
-Every script has a function from its results, as they are in the file, to the tables of its README and of docs/: a
-dictionary from page to name to Markdown. So the tables can be written again, and compared, without measuring.
+Every script has a function ``pages`` from its results, as its file has them, to the tables of its README and
+of docs/: a dictionary from page to name to Markdown. With it tables are written anew, and compared with their
+pages, without measuring.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Pages = Mapping[str, Mapping[str, str]]
 
 
 def made(results: Results) -> str:
-    """The line below a table: the command, the machine, the day, the commit and the minutes of ``results``."""
+    """The line below a table: command, machine, date, commit and minutes of ``results``."""
     found = results["environment"]
     where = f"{found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}"
     commit = f", commit `{found['commit']}`" if "commit" in found else ""
@@ -37,7 +38,9 @@ def prepare(folder: Path, home: Path) -> None:
         shutil.copy(home / README, folder)
 
 
-def save(file: Path, results: Results, pages: Callable[[Results], Pages], home: Path, command: str) -> Results:
+def save(
+    file: Path, results: Results, pages: Callable[[Results], Pages], home: Path, command: str
+) -> Results:
     """Write ``results`` with their environment to ``file``, and their tables; returns what the file has.
 
     Tables go into the README beside ``file``, and from the benchmark's ``home`` also into docs/.
@@ -55,18 +58,24 @@ def write_pages(pages: Pages, folder: Path, home: Path) -> None:
                 write_between((folder if page == README else ROOT) / page, name, text)
 
 
-def publish(rows: Sequence[Row], name: str, folder: Path, home: Path, about: Results) -> None:
-    """The ``rows`` of ``home``/``name``.py on stdout and, with ``about``, as ``folder``/``name``.json; as a table
-    in the README beside it."""
+def publish(
+    rows: Sequence[Row],
+    name: str,
+    folder: Path,
+    home: Path,
+    about: Results,
+    pages: Callable[[Results], Pages],
+) -> None:
+    """Print the ``rows`` of the script ``name``, and write them with ``about`` to ``folder``."""
     print(markdown(rows))
     prepare(folder, home)
     command = f"python benchmarks/{home.name}/{name}.py"
-    save(folder / f"{name}.json", {**about, "rows": rows}, one_table(name), home, command)
+    save(folder / f"{name}.json", {**about, "rows": rows}, pages, home, command)
 
 
-def one_table(name: str) -> Callable[[Results], Pages]:
-    """The pages of results that are one table, as ``publish`` writes it."""
-    return lambda results: {README: {f"{name} table": f"{markdown(results['rows'])}\n\n{made(results)}"}}
+def one_table(name: str, results: Results) -> Pages:
+    """The rows of ``results`` as a table of the README."""
+    return {README: {f"{name} table": f"{markdown(results['rows'])}\n\n{made(results)}"}}
 
 
 def between(path: Path, name: str) -> str:

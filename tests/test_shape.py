@@ -68,7 +68,7 @@ PURE = [
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 960,
-    "bench": 5800,
+    "bench": 5775,
     "checkpoint": 4085,
     "cli": 1040,
     "comm": 1000,

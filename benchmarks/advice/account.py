@@ -1,6 +1,6 @@
 """How much of a step is in no event: every strategy, 2 and 4 ranks, the default recipe.
 
-python benchmarks/timeline/account.py             some two minutes; writes account.json and the README's table
+python benchmarks/advice/account.py             some two minutes; writes account.json and the README's table
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from instep.bench.tables import publish
+from benchmarks.pages import Pages, Results, one_table, publish
 from instep.recipes.text_config import ParallelConfig
 from instep.timeline.breakdown import Parts, parts
 from instep.timeline.trace_files import FOLDER, read_traces
@@ -29,9 +30,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
+    began = time.monotonic()
     rows = [row(strategy, ranks, wanted.steps) for strategy in STRATEGIES for ranks in RANKS]
-    publish(rows, "account", wanted.out, HERE, {})
+    publish(rows, "account", wanted.out, HERE, {"minutes": (time.monotonic() - began) / 60}, pages)
     return 0 if all(row["least part(ms)"] >= 0 for row in rows) else 1
+
+
+def pages(results: Results) -> Pages:
+    return one_table("account", results)
 
 
 def row(strategy: str, ranks: int, steps: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What recording costs: steps of the default recipe with and without it, by turns, in the same ranks.
 
-python benchmarks/timeline/cost.py                some five minutes; writes cost.json and the README's table
+python benchmarks/advice/cost.py                some five minutes; writes cost.json and the README's table
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from instep.bench.tables import paired_ratio, publish
+from benchmarks.pages import Pages, Results, one_table, publish
+from instep.bench.tables import paired_ratio
 from instep.bench.worlds import World
 from instep.events import Event, Recorder
 from instep.launch.launch import launch
@@ -93,14 +94,19 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
+    began = time.monotonic()
     rows = []
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder, "found.json")
             launch(measure, (strategy, wanted.pairs, str(found)), ranks=RANKS)
             rows.append(row(strategy, json.loads(found.read_text())))
-    publish(rows, "cost", wanted.out, HERE, {})
+    publish(rows, "cost", wanted.out, HERE, {"minutes": (time.monotonic() - began) / 60}, pages)
     return 0
+
+
+def pages(results: Results) -> Pages:
+    return one_table("cost", results)
 
 
 def row(strategy: str, times: dict[str, list[float]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A step by each strategy in one picture: records steps, draws the median ones, writes a table of parts.
 
-python benchmarks/timeline/run.py                           some minutes; writes into this folder
-python benchmarks/timeline/run.py --again                   draws and writes anew what was recorded before
-python benchmarks/timeline/run.py --params 2M --turns 1 --out DIR    a trial, which leaves this folder alone
+python benchmarks/advice/strategies.py                      some minutes; writes into this folder
+python benchmarks/advice/strategies.py --again              draws and writes anew what was recorded before
+python benchmarks/advice/strategies.py --params 2M --turns 1 --out DIR    a trial
 
 The ranks are on two hosts with 1 Gbit/s between them, which needs Linux, root and iproute2; where there are
 no such, they are on this one.
@@ -20,11 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timeline.rank import record
+from benchmarks.advice.rank import record
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.hosts import network, obstacle
 from instep.bench.link import RATE, RATE_TEXT
 from instep.bench.options import parse_count
-from instep.bench.tables import environment, made_where, markdown, prepare, show, write_between, write_json
+from instep.bench.tables import markdown
 from instep.bench.variants import OURS, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import on_hosts, on_ranks
@@ -33,7 +34,7 @@ from instep.timeline.breakdown import Parts, parts
 from instep.timeline.step_chart import panel, side_by_side, step_chart
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/timeline/run.py"
+COMMAND = "python benchmarks/advice/strategies.py"
 RANKS = 2
 # Near the best size for this link: ``benchmarks/link`` has the arithmetic.
 BUCKET_MB = 4.0
@@ -48,7 +49,7 @@ NOTES = {
 def main() -> int:
     wanted = arguments()
     if wanted.again:
-        found = json.loads((HERE / "results.json").read_text())
+        found = json.loads((HERE / "strategies.json").read_text())
         write(found, json.loads((HERE / "events.json").read_text()), wanted.out)
         return 0
     began = time.monotonic()
@@ -153,34 +154,30 @@ def write(found: Mapping[str, Any], events: Mapping[str, Any], folder: Path) -> 
         strategy: (Timeline(Event(*fields) for fields in events[strategy]), step)
         for strategy, step in found["steps"].items()
     }
-    chosen = Workload(**found["setting"])
-    where = f"two hosts with {RATE_TEXT} between them" if found["over_link"] else "two ranks on one host"
-    draw(steps, folder, f"{chosen.text}; {where}", found)
-    show(found["rows"], f"{chosen.text}; {where}")
-    text = f"{chosen.text}; {where}.\n\n{markdown(found['rows'])}"
-    write_between(folder / "README.md", "parts table", text)
-    if folder.resolve() == HERE:
-        write_between(HERE.parents[1] / "docs" / "strategies.md", "strategies table", text)
-    made = found.get("environment") or environment(COMMAND)
-    write_json(folder / "results.json", {**found, "environment": made}, command=COMMAND)
+    draw(steps, folder, what(found), found)
+    whole = save(folder / "strategies.json", found, pages, HERE, COMMAND)
     (folder / "events.json").write_text(json.dumps(events, separators=(",", ":")) + "\n")
-    write_between(
-        folder / "README.md",
-        "environment",
-        f"{made_where(made, found['minutes'])}.",
-    )
+    print(pages(whole)[README]["parts table"])
 
 
-def draw(
-    steps: Mapping[str, tuple[Timeline, int]], folder: Path, what: str, found: Mapping[str, Any]
-) -> None:
+def what(found: Results) -> str:
+    where = f"two hosts with {RATE_TEXT} between them" if found["over_link"] else "two ranks on one host"
+    return f"{Workload(**found['setting']).text}; {where}"
+
+
+def pages(results: Results) -> Pages:
+    text = f"{what(results)}.\n\n{markdown(results['rows'])}\n\n{made(results)}"
+    return {README: {"parts table": text}, "docs/strategies.md": {"strategies table": text}}
+
+
+def draw(steps: Mapping[str, tuple[Timeline, int]], folder: Path, setting: str, found: Results) -> None:
     """Both pictures: all strategies, and the last one by itself."""
     count = len(found["ms"]["bucketed"])
     side_by_side(
         steps,
         folder / "strategies.svg",
         title="Why one strategy is faster than the other",
-        subtitle=f"{what}; of each strategy the step of median length, out of {count}",
+        subtitle=f"{setting}; of each strategy the step of median length, out of {count}",
         notes=NOTES,
     )
     timeline, step = steps["bucketed"]

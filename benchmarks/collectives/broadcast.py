@@ -1,7 +1,7 @@
 """Broadcast from one host to 3 and to 7 others: naive, tree and scatter-allgather, where rounds show.
 
-python benchmarks/broadcast/run.py                      some three minutes; writes into this folder
-python benchmarks/broadcast/run.py --quick --out DIR    a short trial, which leaves this folder alone
+python benchmarks/collectives/broadcast.py                      some three minutes; writes into this folder
+python benchmarks/collectives/broadcast.py --quick --out DIR    a short trial, which leaves this folder alone
 
 Needs Linux, root and iproute2.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import charts, tables
 from instep.bench.collectives import against_size, by_backend, by_size, measure, prediction, where
 from instep.bench.options import CollectivesOptions, sizes_of
@@ -23,7 +24,7 @@ from instep.comm.algorithms import SCHEDULES
 from instep.comm.cost import collective_cost
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/broadcast/run.py"
+COMMAND = "python benchmarks/collectives/broadcast.py"
 FULL = CollectivesOptions(
     collective="broadcast",
     link=True,
@@ -44,13 +45,12 @@ def main() -> int:
     began = time.monotonic()
     options = QUICK if wanted.quick else FULL
     results = measure(options)
-    tables.prepare(wanted.out, HERE)
-    text = block(results, options, (time.monotonic() - began) / 60)
-    tables.write_json(wanted.out / "results.json", results, command=COMMAND)
-    tables.write_csv(wanted.out / "results.csv", results["rows"])
-    tables.write_between(wanted.out / "README.md", "broadcast", text)
+    results |= {"minutes": (time.monotonic() - began) / 60, "sizes": list(sizes_of(options))}
+    prepare(wanted.out, HERE)
+    tables.write_csv(wanted.out / "broadcast.csv", results["rows"])
     draw(results, options, wanted.out)
-    print(text)
+    whole = save(wanted.out / "broadcast.json", results, pages, HERE, COMMAND)
+    print(pages(whole)[README]["broadcast"])
     return 1 if any(row["#wrong"] for row in results["rows"]) else 0
 
 
@@ -63,22 +63,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def block(results: Mapping[str, Any], options: CollectivesOptions, minutes: float) -> str:
-    """The tables and what they were made on."""
+def pages(results: Results) -> Pages:
+    """The tables of each number of hosts."""
     parts = []
-    for ranks in options.ranks:
+    for ranks in dict.fromkeys(row["ranks"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["ranks"] == ranks]
-        parts += [f"{where(results, ranks)}.", tables.markdown(with_rounds(rows, sizes_of(options)))]
+        parts += [f"{where(results, ranks)}.", tables.markdown(with_rounds(rows, results["sizes"]))]
         longer = by_backend(rows, "time/predicted")
         parts += [f"Times as long as predicted; {prediction(results, ranks)}", tables.markdown(longer)]
-    found = tables.environment(COMMAND)
     wrong = sum(row["#wrong"] for row in results["rows"])
-    parts.append(
-        f"Median of up to {options.samples} samples; {wrong} wrong elements. Made by `{COMMAND}` on "
-        f"{found['cores']} cores ({found['cpu']}) shared by all hosts, torch {found['torch']}, "
-        f"{found['date']}, in {minutes:.1f} minutes."
-    )
-    return "\n\n".join(parts)
+    what = f"Median of up to {results['samples']} samples; {wrong} wrong elements; the hosts share the cores."
+    return {README: {"broadcast": "\n\n".join([*parts, f"{what} {made(results)}"])}}
 
 
 def draw(results: Mapping[str, Any], options: CollectivesOptions, folder: Path) -> None:
@@ -93,11 +88,11 @@ def draw(results: Mapping[str, Any], options: CollectivesOptions, folder: Path) 
     ]
     how = f"float32, a host per rank, all on two cores; median of {options.samples} samples"
     title = f"over links of {options.rate}"
-    against_size(rows, folder / "chart.svg", title=f"Broadcast {title}", subtitle=how, hosts="hosts")
+    against_size(rows, folder / "broadcast.svg", title=f"Broadcast {title}", subtitle=how, hosts="hosts")
     most = max(sizes_of(options))
     charts.bars(
         [row for row in rows if row["size(B)"] > most / 2],
-        folder / "large.svg",
+        folder / "broadcast-large.svg",
         title=f"Broadcast of {tables.size_text(most)} {title}",
         subtitle=f"{how}, least and 99th percentile",
         label="backend", value="time(ms)", low="min(ms)", high="p99(ms)", unit="ms", group="panel",

@@ -1,7 +1,7 @@
 """Ranks are killed one after the other in a run of 5 M parameters: what do the processes that live on hold?
 
-python -m benchmarks.soak.kills              some ten minutes; writes kills.json and the tables in README.md
-python -m benchmarks.soak.kills --quick      a few kills of each layout; writes nothing
+python benchmarks/faults/leaks.py              some ten minutes; writes leaks.json and the tables in README.md
+python benchmarks/faults/leaks.py --quick      a few kills of each layout; writes nothing
 
 Exit code 1 if anything grows. A recovery that keeps something keeps it every time, so what a process held
 after the first recoveries is compared with what it holds after the last ones.
@@ -14,6 +14,7 @@ import os
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,13 +25,14 @@ from benchmarks.faults.bench import corner
 from benchmarks.faults.command import Live, run
 from benchmarks.faults.judge import Found
 from benchmarks.faults.kills import recoveries
+from benchmarks.pages import README, Pages, Results, made, save
 from instep.bench import tables
 from instep.cli.exit_codes import PREEMPTED
 from instep.record.directory import FAULTS
 from instep.record.jsonl import read_lines
 
 HERE = Path(__file__).parent
-COMMAND = "python -m benchmarks.soak.kills"
+COMMAND = "python benchmarks/faults/leaks.py"
 # 5.02 M parameters, and few samples: the state is what a recovery moves.
 MODEL = ["--model.layers", "4", "--model.width", "320", "--model.context", "16"]
 BATCH = ["--batch.global-size", "4", "--batch.micro-size", "1"]
@@ -198,8 +200,12 @@ def soak(layout: Layout) -> dict[str, Any]:
     }
 
 
-def block(found: Sequence[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """The tables, and what they were made on."""
+def pages(results: Results) -> Pages:
+    return {README: {"leaks": f"{block(results['layouts'])} {made(results)}"}}
+
+
+def block(found: Sequence[dict[str, Any]]) -> str:
+    """The tables, and whether any memory or descriptors grew."""
     held = [
         {
             "layout": one["layout"],
@@ -224,9 +230,7 @@ def block(found: Sequence[dict[str, Any]], environment: dict[str, Any]) -> str:
     verdict = f"{num_wrong} not flat" if num_wrong else "all flat"
     return (
         f"{tables.markdown(held)}\n\n{tables.markdown(took)}\n\n"
-        f"{sum(one['kills'] for one in found)} kills: {verdict}. Made by `{environment['command']}` on "
-        f"{environment['cores']} cores ({environment['cpu']}), torch {environment['torch']}, "
-        f"{environment['date']}."
+        f"{sum(one['kills'] for one in found)} kills: {verdict}."
     )
 
 
@@ -240,15 +244,16 @@ def main() -> int:
     )
     options = parser.parse_args()
     found = []
+    began = time.monotonic()
     for layout in LAYOUTS:
         if options.only in layout.name:
             found.append(soak(replace(layout, kills=QUICK) if options.quick else layout))
-            print(block(found[-1:], tables.environment(COMMAND)), flush=True)
+            print(block(found[-1:]), flush=True)
     wrong = [problem for one in found for problem in one["wrong"]]
     print(*wrong, sep="\n", file=sys.stderr)
     if not (wrong or options.quick or options.only):
-        tables.write_json(HERE / "kills.json", {"layouts": found}, command=COMMAND)
-        tables.write_between(HERE / "README.md", "kills", block(found, tables.environment(COMMAND)))
+        results = {"minutes": (time.monotonic() - began) / 60, "layouts": found}
+        save(HERE / "leaks.json", results, pages, HERE, COMMAND)
     return 1 if wrong else 0
 
 

@@ -1,6 +1,6 @@
 """Random collectives on shared memory for as long as you like, each compared with gloo's.
 
-python benchmarks/soak/run.py --minutes 10 --ranks 4     writes results.json and the table in README.md beside
+python benchmarks/faults/soak.py --minutes 10 --ranks 4     writes soak.json and the table in README.md
                                                          it; exit code 1 at the first difference
 
 All ranks draw the same plan from the seed: operations on overlapping groups, some of them begun and left to
@@ -33,13 +33,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import instep
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import tables
 from instep.launch.launch import launch
 from instep.launch.rank_exit import RankFailed
 from instep.shm.group_segment import HALF_BYTES
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/soak/run.py"
+COMMAND = "python benchmarks/faults/soak.py"
 TIMEOUT_S = 120.0
 BATCH = 12  # operations that may be in flight at once
 REMAKE = 20  # batches after which one group is destroyed and made again
@@ -378,8 +379,8 @@ def soak(directory: Path, minutes: float, seed: int) -> None:
     mesh.close()
 
 
-def block(found: Sequence[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """The tables, and what they were made on."""
+def pages(results: Results) -> Pages:
+    found = results["ranks"]
     total = sum((Counter(facts["counts"]) for facts in found), Counter())
     counts = [{"operation": kind, "results compared": total[kind]} for kind in sorted(total)]
     names = {"descriptors": 0, "threads": 0, "mapped_mb": 1, "rss_mb": 0}
@@ -395,12 +396,11 @@ def block(found: Sequence[dict[str, Any]], environment: dict[str, Any]) -> str:
     ]
     wrong = [facts["wrong"] for facts in found if facts["wrong"]]
     verdict = f"{len(wrong)} ranks stopped at a difference" if wrong else "no difference"
-    return (
+    text = (
         f"{tables.markdown(counts)}\n\n{tables.markdown(held)}\n\n"
-        f"{found[0]['operations']} operations, {sum(total.values())} results: {verdict}. Made by "
-        f"`{environment['command']}` on {environment['cores']} cores ({environment['cpu']}), torch "
-        f"{environment['torch']}, {environment['date']}."
+        f"{found[0]['operations']} operations, {sum(total.values())} results: {verdict}. {made(results)}"
     )
+    return {README: {"soak": text}}
 
 
 def main() -> int:
@@ -408,6 +408,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     command = f"{COMMAND} --minutes {options.minutes:g} --ranks {options.ranks} --seed {options.seed}"
     with tempfile.TemporaryDirectory(prefix="instep-soak-") as folder:
@@ -419,13 +420,13 @@ def main() -> int:
             return 1
         found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(options.ranks)]
     wrong = [facts["wrong"] for facts in found if facts["wrong"]]
-    text = block(found, tables.environment(command))
-    print(text)
     for line in wrong:
         print(line, file=sys.stderr)
     if not wrong:
-        tables.write_json(HERE / "results.json", {"ranks": found}, command=command)
-        tables.write_between(HERE / "README.md", "soak", text)
+        prepare(options.out, HERE)
+        results = {"minutes": options.minutes, "ranks": found}
+        whole = save(options.out / "soak.json", results, pages, HERE, command)
+        print(pages(whole)[README]["soak"])
     return 1 if wrong else 0
 
 

@@ -1,8 +1,8 @@
 """Step time against bucket size in three places, beside what arithmetic predicts.
 
-python benchmarks/buckets/run.py                         sockets, shared memory and a link: some ten minutes
-python benchmarks/buckets/run.py --place link            one of them, gloo, shm or link: some four minutes
-python benchmarks/buckets/run.py --params 5M --samples 4 --out DIR    a trial, which leaves this folder alone
+python benchmarks/link/buckets.py                         sockets, shared memory and a link: some ten minutes
+python benchmarks/link/buckets.py --place link            one of them, gloo, shm or link: some four minutes
+python benchmarks/link/buckets.py --params 5M --samples 4 --out DIR    a trial, which leaves this folder alone
 
 Writes results (JSON, CSV), chart (SVG, PNG) and table (in README.md) of each place anew. The link needs
 Linux, root and iproute2.
@@ -11,19 +11,18 @@ Linux, root and iproute2.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import tables
 from instep.bench.buckets import draw, measure, notes, title_of
 from instep.bench.options import BucketsOptions
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/buckets/run.py"
+COMMAND = "python benchmarks/link/buckets.py"
 SIZES = (1.0, 2.0, 5.0, 10.0, 25.0, 100.0, 1000.0)
 PLACES: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
@@ -57,25 +56,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(place: str, results: Mapping[str, Any], folder: Path, minutes: float) -> None:
-    """Results and chart into ``folder``, and the table into its README."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "README.md").exists():
-        shutil.copy(HERE / "README.md", folder)
+def write(place: str, results: Results, folder: Path, minutes: float) -> None:
+    """Results, chart and table into ``folder``, which keeps the tables of other places."""
+    if not (folder / README).exists():
+        prepare(folder, HERE)
+    tables.write_csv(folder / f"buckets-{place}.csv", results["rows"])
+    draw(results, folder / f"buckets-{place}.svg")
     command = f"{COMMAND} --place {place}"
-    tables.write_json(
-        folder / f"results-{place}.json", {"minutes": round(minutes, 1), **results}, command=command
-    )
-    tables.write_csv(folder / f"results-{place}.csv", results["rows"])
-    draw(results, folder / f"chart-{place}.svg")
-    made = tables.environment(command)
+    save(folder / f"buckets-{place}.json", {"minutes": minutes, **results}, pages, HERE, command)
+
+
+def pages(results: Results) -> Pages:
+    place = "link" if results["link"] else results["backend"]
     said = "\n".join(f"- {note}" for note in notes(results))
-    tables.write_between(
-        folder / "README.md",
-        f"{place} table",
-        f"**{title_of(results)}**\n\n{tables.markdown(results['rows'])}\n\n{said}\n\nMade by `{command}` on "
-        f"{tables.machine()}, torch {made['torch']}, {made['date']}, in {minutes:.1f} minutes.",
-    )
+    text = f"**{title_of(results)}**\n\n{tables.markdown(results['rows'])}\n\n{said}\n\n{made(results)}"
+    return {README: {f"buckets, {place} table": text}}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What smaller tree nodes cost in loss and save in bytes; whether rounding is unbiased; one hash per format.
 
-python benchmarks/nodes/run.py                   some half an hour; writes results.json, chart and tables
-python benchmarks/nodes/run.py --steps 20 --seeds 1 --ranks 1 2 --out DIR        a trial
-python benchmarks/nodes/run.py --runs DIR        keeps the runs there, and makes none again that has ended
+python benchmarks/link/nodes.py                   some half an hour; writes nodes.json, chart and tables
+python benchmarks/link/nodes.py --steps 20 --seeds 1 --ranks 1 2 --out DIR        a trial
+python benchmarks/link/nodes.py --runs DIR        keeps the runs there, and makes none again that has ended
 
 Exit code 1 if a format has two hashes, two formats have one, the control does not differ, or the stochastic
 roundings are not unbiased. Counting bytes at the link needs Linux, root and iproute2; without, that column is
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.charts import bars
 from instep.bench.steps_rank import measure_steps
-from instep.bench.tables import environment, markdown, prepare, quantile, show, write_between, write_json
+from instep.bench.tables import markdown, quantile
 from instep.bench.variants import Variant
 from instep.bench.workloads import Workload
 from instep.bench.worlds import over_link
@@ -42,7 +43,7 @@ from instep.reduce.node_format import NodeFormat
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-COMMAND = "python benchmarks/nodes/run.py"
+COMMAND = "python benchmarks/link/nodes.py"
 FORMATS = (
     NodeFormat(),
     NodeFormat("bfloat16"),
@@ -328,7 +329,6 @@ def as_promised(results: Mapping[str, Any]) -> bool:
 def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
     """Results, chart and tables into ``folder``, and a README with them."""
     prepare(folder, HERE)
-    write_json(folder / "results.json", results, command=COMMAND)
     rows = loss_rows(results)
     ends = {row["format"]: [float(v) for k, v in row.items() if k.startswith("seed ")] for row in rows}
     bars(
@@ -336,27 +336,24 @@ def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
             {"name": name, "median": statistics.median(own), "low": min(own), "high": max(own)}
             for name, own in ends.items()
         ],
-        folder / "chart.svg",
+        folder / "nodes.svg",
         title="Held-out loss of the text recipe, by the format of tree nodes",
         subtitle=f"nats per byte after {results['loss'][0]['steps']} steps; median, least and largest of "
         f"{len(next(iter(ends.values())))} seeds",
     )
-    made = environment(COMMAND)
-    tables = {
-        "loss table": rows,
-        "rounding table": results["rounding"],
-        "placement table": placement_rows(results["placement"]),
-        "cost table": results["cost"],
+    whole = save(folder / "nodes.json", {"minutes": minutes, **results}, pages, HERE, COMMAND)
+    print(*pages(whole)[README].values(), sep="\n\n")
+
+
+def pages(results: Results) -> Pages:
+    return {
+        README: {
+            "loss table": f"{markdown(loss_rows(results))}\n\n{made(results)}",
+            "rounding table": markdown(results["rounding"]),
+            "hashes table": markdown(placement_rows(results["placement"])),
+            "cost table": markdown(results["cost"]),
+        }
     }
-    for name, found in tables.items():
-        show(found, name)
-        write_between(folder / "README.md", name, markdown(found))
-    write_between(
-        folder / "README.md",
-        "environment",
-        f"Made by `{COMMAND}` on {made['cores']} cores ({made['cpu']}), torch {made['torch']}, in "
-        f"{minutes:.0f} minutes.",
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What computing blocks again and bf16 save in memory, and cost in time and loss.
 
-python benchmarks/memory_savers/run.py            some four minutes; writes into this folder
-python benchmarks/memory_savers/run.py --params 200K --samples 2 --steps 4 --seeds 1 --out DIR      a trial
+python benchmarks/steps/memory_savers.py            some four minutes; writes into this folder
+python benchmarks/steps/memory_savers.py --params 200K --samples 2 --steps 4 --seeds 1 --out DIR      a trial
 """
 
 from __future__ import annotations
@@ -9,25 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.memory_savers import draw, measure, notes, tables
 from instep.bench.options import MemorySaversOptions
-from instep.bench.tables import (
-    environment,
-    made_where,
-    markdown,
-    prepare,
-    short,
-    write_between,
-    write_csv,
-    write_json,
-)
+from instep.bench.tables import markdown, short, write_csv
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/memory_savers/run.py"
+COMMAND = "python benchmarks/steps/memory_savers.py"
 
 
 def main() -> int:
@@ -60,21 +50,22 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
-    """Results, chart and tables into ``folder``, and a README with them."""
-    prepare(folder, HERE)
-    write_json(folder / "results.json", results, command=COMMAND)
-    write_csv(folder / "results.csv", results["rows"])
-    draw(results, folder / "chart.svg")
+def pages(results: Results) -> Pages:
     said = "\n".join(f"- {note}" for note in notes(results))
-    readme = folder / "README.md"
-    write_between(readme, "memory table", f"{markdown(short(results['rows']))}\n\n{said}")
-    write_between(readme, "loss table", markdown(results["runs"].get("rows", [])))
-    write_between(
-        readme,
-        "environment",
-        f"{made_where(environment(COMMAND), minutes)}.",
-    )
+    return {
+        README: {
+            "memory table": f"{markdown(short(results['rows']))}\n\n{said}\n\n{made(results)}",
+            "loss table": markdown(results["runs"].get("rows", [])),
+        }
+    }
+
+
+def write(results: Results, folder: Path, minutes: float) -> None:
+    """Results, chart and tables into ``folder``."""
+    prepare(folder, HERE)
+    write_csv(folder / "memory_savers.csv", results["rows"])
+    draw(results, folder / "memory_savers.svg")
+    save(folder / "memory_savers.json", {"minutes": minutes, **results}, pages, HERE, COMMAND)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a run costs a loop of one's own: a step of ``instep.Run`` beside one of plain ``DataParallel``.
 
-python benchmarks/own_loop/run.py        writes results.json, and the table in README.md beside it
+python benchmarks/steps/own_loop.py        a minute or two; writes own_loop.json, and the table in README.md
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import tables
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/own_loop/run.py"
+COMMAND = "python benchmarks/steps/own_loop.py"
 WARM_UP = 10  # steps
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
@@ -48,17 +50,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--widths", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--json", type=Path, default=HERE / "results.json")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
+    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args(words)
+    began = time.monotonic()
     rows = [measure(launcher, width, wanted.steps) for width in wanted.widths for launcher in LAUNCHERS]
-    made = tables.environment(COMMAND)
-    note = f"Medians (and quartiles) of pairs of alternating steps. Made by `{COMMAND}` on {made['cores']} "
-    note += f"cores ({made['cpu']}), torch {made['torch']}."
-    tables.write_json(wanted.json, {"rows": rows}, command=COMMAND)
-    tables.write_between(wanted.readme, "own loop table", f"{tables.markdown(rows)}\n\n{note}")
     print(tables.markdown(rows))
+    prepare(wanted.out, HERE)
+    results = {"minutes": (time.monotonic() - began) / 60, "rows": rows}
+    save(wanted.out / "own_loop.json", results, pages, HERE, COMMAND)
     return 0
+
+
+def pages(results: Results) -> Pages:
+    note = f"Medians (and quartiles) of pairs of alternating steps. {made(results)}"
+    return {README: {"own loop table": f"{tables.markdown(results['rows'])}\n\n{note}"}}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Throughput against the number of ranks, of fixed work and of work per rank, beside the ideal.
 
-python benchmarks/scaling/run.py                                some four minutes; writes into this folder
-python benchmarks/scaling/run.py --params 1M --samples 2 --out DIR    a trial, which leaves this folder alone
+python benchmarks/steps/scaling.py                                some four minutes; writes into this folder
+python benchmarks/steps/scaling.py --params 1M --samples 2 --out DIR   a trial, which leaves this folder alone
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import tables
 from instep.bench.options import ScalingOptions
 from instep.bench.scaling import HIDDEN, draw, measure, notes, title_of
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/scaling/run.py"
+COMMAND = "python benchmarks/steps/scaling.py"
 
 
 def main() -> int:
@@ -49,17 +48,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(results: Mapping[str, Any], folder: Path, minutes: float) -> None:
-    """Results, table and chart into ``folder``, and a README with them."""
-    tables.prepare(folder, HERE)
-    tables.write_json(folder / "results.json", results, command=COMMAND)
-    tables.write_csv(folder / "results.csv", results["rows"])
-    draw(results, folder / "chart.svg")
+def pages(results: Results) -> Pages:
     said = "\n".join(f"- {note}" for note in notes(results))
     table = tables.markdown(tables.short(results["rows"], HIDDEN))
-    tables.write_between(folder / "README.md", "scaling table", f"{title_of(results)}.\n\n{table}\n\n{said}")
-    where = tables.made_where(tables.environment(COMMAND), minutes)
-    tables.write_between(folder / "README.md", "environment", f"{where}.")
+    return {README: {"scaling table": f"{title_of(results)}.\n\n{table}\n\n{said}\n\n{made(results)}"}}
+
+
+def write(results: Results, folder: Path, minutes: float) -> None:
+    """Results, table and chart into ``folder``."""
+    prepare(folder, HERE)
+    tables.write_csv(folder / "scaling.csv", results["rows"])
+    draw(results, folder / "scaling.svg")
+    save(folder / "scaling.json", {"minutes": minutes, **results}, pages, HERE, COMMAND)
 
 
 if __name__ == "__main__":

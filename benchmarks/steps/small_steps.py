@@ -1,7 +1,7 @@
 """Steps of a millisecond: the overhead of an exchange. Measures, and writes table and chart anew.
 
-python benchmarks/small_steps/run.py                           some five minutes; writes into this folder
-python benchmarks/small_steps/run.py --samples 5 --out DIR     a trial, which leaves this folder alone
+python benchmarks/steps/small_steps.py                           some five minutes; writes into this folder
+python benchmarks/steps/small_steps.py --samples 5 --out DIR     a trial, which leaves this folder alone
 """
 
 from __future__ import annotations
@@ -9,28 +9,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.charts import bars
 from instep.bench.options import StepsOptions
-from instep.bench.steps import PANELS, HostResults, measure
-from instep.bench.tables import (
-    Row,
-    environment,
-    made_where,
-    markdown,
-    prepare,
-    with_quartiles,
-    write_between,
-    write_csv,
-    write_json,
-)
-from instep.bench.workloads import MLPS
+from instep.bench.steps import PANELS, HostResults, declared_rows, measure
+from instep.bench.tables import Row, markdown, with_quartiles, write_csv
+from instep.bench.workloads import MLPS, Workload
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/small_steps/run.py"
+COMMAND = "python benchmarks/steps/small_steps.py"
 # By the model, the rounds: a step of the last takes fifty times as long as one of the first.
 ROUNDS = {"mlp-0.02M": 200, "mlp-0.53M": 200, "mlp-8.4M": 60}
 STRATEGIES = ("DDP", "flat", "bucketed", "unordered", "declared")
@@ -43,7 +34,7 @@ def main() -> int:
     began = time.monotonic()
     found = [measure_one(preset, wanted.ranks, wanted.samples or rounds) for preset, rounds in ROUNDS.items()]
     rows = [row for one in found for row in one.rows if row["strategy"] != ALONE]
-    print(markdown(table(rows)), markdown(declared(found)), sep="\n\n")
+    print(markdown(table(rows)), markdown(declared([one.as_json() for one in found])), sep="\n\n")
     write(found, rows, wanted.out, (time.monotonic() - began) / 60, wanted.ranks)
     return 0
 
@@ -82,26 +73,34 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def declared(found: Sequence[HostResults]) -> list[dict[str, Any]]:
+def declared(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row per strategy and backend: how many times as long as one that is not a declared step takes."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in found:
-        for row in one.declared:
+    for one in settings:
+        for row in declared_rows(one["ms"]):
             mine = rows.setdefault(
                 (row["strategy"], row["over"]), {"strategy": row["strategy"], "over": row["over"]}
             )
-            mine[one.workload.model_text] = with_quartiles(row, "x undeclared", digits=3)
+            mine[Workload(**one["setting"]).model_text] = with_quartiles(row, "x undeclared", digits=3)
     return list(rows.values())
+
+
+def pages(results: Results) -> Pages:
+    rows = [row for one in results["settings"] for row in one["rows"] if row["strategy"] != ALONE]
+    return {
+        README: {
+            "small steps table": f"{markdown(table(rows))}\n\n{made(results)}",
+            "declared table": markdown(declared(results["settings"])),
+        }
+    }
 
 
 def write(
     found: Sequence[HostResults], rows: Sequence[Row], folder: Path, minutes: float, ranks: int
 ) -> None:
-    """Results, tables and chart into ``folder``, and a README with them."""
+    """Results, tables and chart into ``folder``."""
     prepare(folder, HERE)
-    payload = {"ranks": ranks, "settings": [one.as_json() for one in found]}
-    write_json(folder / "results.json", payload, command=COMMAND)
-    write_csv(folder / "results.csv", rows)
+    write_csv(folder / "small_steps.csv", rows)
     texts = {one.workload.name: one.workload.text for one in found}
     shown = [
         {**row, "panel": f"{texts[row['setting']]}; {PANELS[row['over']]}"}
@@ -110,19 +109,14 @@ def write(
     ]
     bars(
         shown,
-        folder / "chart.svg",
+        folder / "small_steps.svg",
         title=f"A short training step on {ranks} ranks of one host",
         subtitle="over that of no synchronisation in the same round; median and quartiles of the ratios",
         label="strategy", value="x none", low="x none q25", high="x none q75", unit="x", group="panel",
         reference=1.0, reference_text="no synchronisation",
     )  # fmt: skip
-    write_between(folder / "README.md", "small steps table", markdown(table(rows)))
-    write_between(folder / "README.md", "declared table", markdown(declared(found)))
-    write_between(
-        folder / "README.md",
-        "environment",
-        f"{made_where(environment(COMMAND), minutes)}.",
-    )
+    results = {"minutes": minutes, "ranks": ranks, "settings": [one.as_json() for one in found]}
+    save(folder / "small_steps.json", results, pages, HERE, COMMAND)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def environment(command: str | None = None) -> dict[str, Any]:
 
 
 def checked_out() -> str | None:
-    """The commit of the checkout that this package is in, "-dirty" if code differs from it; None without one."""
+    """The commit of the checkout that this package is in, "-dirty" if code differs; None outside of one."""
     root = Path(__file__).parents[2]
 
     def git(*words: str) -> str:

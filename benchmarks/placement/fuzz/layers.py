@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.fuzz.programs import Layer, Program
+from benchmarks.placement.fuzz.programs import Layer, Program
 from tests.parity import filled, numbers
 
 VOCABULARY = 11

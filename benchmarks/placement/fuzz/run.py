@@ -1,12 +1,12 @@
 """Random models, each in random placements: are the bits those of one process, and those of plain torch?
 
-python benchmarks/fuzz/run.py --minutes 10                        other models every time
-python benchmarks/fuzz/run.py --seed 3 --models 100 --jobs 2      these, in two workers at a time
-python benchmarks/fuzz/run.py --seed 3 --model 17 --placement 2   one again, with all it says
+python benchmarks/placement/fuzz/run.py --minutes 10                        other models every time
+python benchmarks/placement/fuzz/run.py --seed 3 --models 100 --jobs 2      these, in two workers at a time
+python benchmarks/placement/fuzz/run.py --seed 3 --model 17 --placement 2   one again, with all it says
 
 A trial ends in the same bits, in an error of instep's own words, in other bits, in another error, or not at
 all. The last three are findings: exit code 1, and the command that makes each again with only the layers that
-it needs. ``--write`` writes results.json, and the tables in README.md beside it.
+it needs. ``--write`` writes results.json, and the tables of the README.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.fuzz.programs import (
+from benchmarks.pages import Pages, Results, made, save
+from benchmarks.placement.fuzz.programs import (
     CRASH,
     FINDINGS,
     HANG,
@@ -44,8 +45,8 @@ from benchmarks.fuzz.programs import (
 from instep.bench import tables
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-COMMAND = "python benchmarks/fuzz/run.py"
+ROOT = HERE.parents[2]
+COMMAND = "python benchmarks/placement/fuzz/run.py"
 PLACEMENTS = 4  # of a model
 PATIENCE_S = 300.0  # for an answer; a trial has deadlines of its own
 SHRINKS = 16  # times that a finding is tried with fewer layers
@@ -223,20 +224,19 @@ def command(seed: int, task: Task) -> str:
     return " ".join(words)
 
 
-def block(results: dict[str, Any], environment: dict[str, Any]) -> str:
-    """The tables, and what they were made on."""
+def pages(results: Results) -> Pages:
     refusals = [
         {"times": entry["times"], "refused in these words": entry["message"].replace("|", "\\|")}
         for entry in results["refusals"]
     ]
     verdict = f"{len(results['findings'])} findings" if results["findings"] else "no finding"
-    return (
+    text = (
         f"{tables.markdown(results['forms'])}\n\n"
         + (f"{tables.markdown(refusals)}\n\n" if refusals else "")
-        + f"{results['models']} models, {results['placements']} placements: {verdict}. Made by "
-        f"`{environment['command']}` on {environment['cores']} cores ({environment['cpu']}), torch "
-        f"{environment['torch']}, {environment['date']}."
+        + f"{results['models']} models, {results['placements']} placements: {verdict}. "
+        f"{made(results)}"
     )
+    return {"benchmarks/placement/README.md": {"fuzz": text}}
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -276,23 +276,23 @@ def main(words: Sequence[str] | None = None) -> int:
         wanted.placements,
         frozenset(wanted.without.split(",")),
     )
+    began = time.monotonic()
     campaign.run(wanted.jobs)
     results = campaign.results()
     said = f"{COMMAND} --seed {wanted.seed} --models {results['models']} --placements {wanted.placements}"
     said += f" --without {wanted.without}" if wanted.without else ""
-    text = block(results, tables.environment(said))
-    print(text)
+    results["minutes"] = (time.monotonic() - began) / 60
+    print(tables.markdown(results["forms"]))
     if wanted.json is not None:
         tables.write_json(wanted.json, results, command=said)
     if wanted.write:
-        tables.write_json(HERE / "results.json", results, command=said)
-        tables.write_between(HERE / "README.md", "fuzz", text)
+        save(HERE / "results.json", results, pages, HERE, said)
     return 1 if results["findings"] else 0
 
 
 def again(wanted: argparse.Namespace) -> int:
     """One trial, with what is tried."""
-    from benchmarks.fuzz.trial import attempt
+    from benchmarks.placement.fuzz.trial import attempt
 
     keep = None if wanted.keep is None else [int(x) for x in wanted.keep.split(",") if x != "none"]
     print(program(wanted.seed, wanted.model, keep))
@@ -308,7 +308,7 @@ def serve(seed: int) -> int:
     """A worker's life: a task a line, an answer a line, until there are no more."""
     import torch
 
-    from benchmarks.fuzz.trial import attempt
+    from benchmarks.placement.fuzz.trial import attempt
     from tests.pool import shut_down
 
     torch.set_num_threads(1)

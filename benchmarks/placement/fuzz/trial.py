@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
-from benchmarks.fuzz.layers import build, first_inputs, inputs, leaves
-from benchmarks.fuzz.programs import (
+from benchmarks.placement.fuzz.layers import build, first_inputs, inputs, leaves
+from benchmarks.placement.fuzz.programs import (
     CRASH,
     HANG,
     INVALID,
