@@ -26,7 +26,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = {path.stem: path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-END = re.compile(r"^<!-- end of (.*) -->$", re.MULTILINE)
 FLAG = re.compile(r"--([a-z]+\.[a-z-]+)")  # one with a topic: others belong to other commands, too
 # What most pages leave to the first example.
 BEGUN = "mesh = instep.init()\nmodel = instep.DataParallel(model)\n"
@@ -240,15 +239,6 @@ def test_every_file_that_the_page_of_mechanisms_names_is_there():
             re.sub("[^a-z -]", "", heading.lower()) for heading in HEADING.findall(PAGES[page].read_text())
         ]
         assert anchor.replace("-", " ") in headings, f"{page}.md#{anchor}"
-
-
-def test_a_table_that_a_benchmark_writes_has_its_place_once():
-    pages = [*PAGES.values(), *ROOT.glob("benchmarks/*/README.md")]
-    places = [(path, name) for path in pages for name in END.findall(path.read_text())]
-    assert len(places) > 50
-    for path, name in places:
-        lines = path.read_text().splitlines()
-        assert lines.count(f"<!-- {name} -->") == lines.count(f"<!-- end of {name} -->") == 1, (path, name)
 
 
 def test_every_page_is_in_the_index_and_begins_with_what_it_answers():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.bench.tables import write_between
+from benchmarks.pages import write_between
 from instep.mesh.mesh import Mesh
 from tests.world import world
 

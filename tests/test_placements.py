@@ -17,9 +17,9 @@ import pytest
 from torch import Tensor
 
 import instep
-from benchmarks.fuzz import programs, trial
-from benchmarks.fuzz.programs import INVALID, MISMATCH, REFUSED, SAME, Layer, Placement, Program
-from benchmarks.fuzz.trial import Outcome
+from benchmarks.placement.fuzz import programs, trial
+from benchmarks.placement.fuzz.programs import INVALID, MISMATCH, REFUSED, SAME, Layer, Placement, Program
+from benchmarks.placement.fuzz.trial import Outcome
 
 SEED = 147
 MOST_LAYERS = 3

@@ -68,7 +68,7 @@ PURE = [
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 960,
-    "bench": 5805,
+    "bench": 5785,
     "checkpoint": 4095,
     "cli": 1040,
     "comm": 1000,

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.advice.causes import CAUSES, Cause
 from benchmarks.advice.runs import Made, train
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.hosts import Network, network, obstacle
-from instep.bench.tables import environment, made_where, markdown, prepare, show, write_between, write_json
+from instep.bench.tables import environment, markdown, show
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/advice/run.py"
@@ -206,22 +207,19 @@ def brief(row: Found) -> Found:
 def write(found: Found, folder: Path) -> None:
     """Results and tables into ``folder``."""
     prepare(folder, HERE)
+    show(gains(found), "what was promised, and what was got")
+    save(folder / "results.json", found, pages, HERE, COMMAND)
+
+
+def pages(results: Results) -> Pages:
+    found = dict(results)
     table = gains(found)
-    show(table, "what was promised, and what was got")
-    made = found["environment"]
-    write_json(folder / "results.json", {**found, "environment": made}, command=COMMAND)
     within = sum(row["within a third"] for row in table)
-    readme = folder / "README.md"
-    write_between(readme, "gains table", f"{within} of {len(table)} are within a third.\n\n{markdown(table)}")
-    write_between(readme, "lines table", markdown(lines(found)))
-    if folder.resolve() == HERE:
-        page = HERE.parents[1] / "docs" / "timeline.md"
-        write_between(page, "advice table", markdown([brief(row) for row in table]))
-    write_between(
-        readme,
-        "environment",
-        f"{made_where(made, found['minutes'])}, {found['pairs']} pairs.",
-    )
+    text = f"{within} of {len(table)} are within a third.\n\n{markdown(table)}\n\n{results['pairs']} pairs. "
+    return {
+        README: {"gains table": text + made(results), "lines table": markdown(lines(found))},
+        "docs/timeline.md": {"advice table": markdown([brief(row) for row in table])},
+    }
 
 
 if __name__ == "__main__":

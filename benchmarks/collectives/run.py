@@ -2,7 +2,7 @@
 
 python benchmarks/collectives/run.py            writes results.json, results.csv, chart.svg, chart.png and the
                                                 tables in README.md beside it; some ten minutes
-python benchmarks/collectives/run.py --quick    the same of small messages, in a minute, to see that it works
+python benchmarks/collectives/run.py --quick --out DIR  the same of small messages, in a minute: a trial
 python benchmarks/collectives/run.py --samples 3 --out DIR      a trial, which leaves this folder alone
 """
 
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import tables
 from instep.bench.collectives import (
     CHART_BACKENDS,
@@ -35,7 +36,6 @@ from instep.bench.tables import Row
 from instep.comm.algorithms import SCHEDULES
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 COMMAND = "python benchmarks/collectives/run.py"
 WAYS = {"shm": "of ordinary tensors", "shm-in-place": "in place, in shared buckets"}
 # The largest messages by few ways on few ranks: by others they take long and show nothing new.
@@ -54,10 +54,9 @@ IN_CHART = (2, 4)
 QUICK = [CollectivesOptions(ranks=(2,), sizes=("1KB,64KB,1MB",), samples=5)]
 
 
-def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
-    """The tables and what they were made on."""
-    found = results["environment"]
-    parts = [tables.markdown(by_size(results["rows"], sizes))]
+def pages(results: Results) -> Pages:
+    """The tables; that of docs/shm.md has what it needs of a whole measurement alone."""
+    parts = [tables.markdown(by_size(results["rows"], results["sizes"]))]
     in_chart = sorted({row["ranks"] for row in results["rows"]} & set(IN_CHART))
     for ranks in in_chart:
         faster = beside_gloo([row for row in results["rows"] if row["ranks"] == ranks])
@@ -71,13 +70,12 @@ def block(results: Mapping[str, Any], sizes: Sequence[int]) -> str:
         if ratios:
             parts += [f"{ranks} ranks, times as long as the memory allows:", tables.markdown(ratios), note]
     wrong = sum(row["#wrong"] for row in results["rows"])
-    parts.append(
-        f"Median of up to {results['samples']} samples; {wrong} wrong elements. Made by `{found['command']}` "
-        f"on {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}, in "
-        f"{results['minutes']:g} minutes."
-    )
-    parts += [f"Skipped: {reason}." for reason in results["skipped"]]
-    return "\n\n".join(parts)
+    what = f"Median of up to {results['samples']} samples; {wrong} wrong elements."
+    parts += [f"{what} {made(results)}", *(f"Skipped: {reason}." for reason in results["skipped"])]
+    return {
+        README: {"collectives": "\n\n".join(parts)},
+        "docs/shm.md": {"shared memory table": headline(results)},
+    }
 
 
 def headline(results: Mapping[str, Any]) -> str:
@@ -90,11 +88,9 @@ def headline(results: Mapping[str, Any]) -> str:
             {"ranks": ranks, "all-reduce": WAYS[row["backend"]], **{k: row[k] for k in row if k != "backend"}}
             for row in beside_gloo(mine)
         ]
-    found = results["environment"]
     return (
         f"{tables.markdown(rows)}\n\nTimes as fast as gloo: medians (and quartiles) of {results['samples']} "
-        f"interleaved pairs, float32, one thread per rank. Made by `{COMMAND}` on "
-        f"{found['cores']} cores ({found['cpu']}), torch {found['torch']}."
+        f"interleaved pairs, float32, one thread per rank. {made(results)}"
     )
 
 
@@ -115,23 +111,24 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=0, help="of each, in the place of 20")
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
+    if wanted.quick and wanted.out == HERE:
+        parser.error("--quick is a trial: expected a folder for its results, by --out")
     began = time.monotonic()
     options = QUICK if wanted.quick else FULL
     if wanted.samples:
         options = [replace(one, samples=wanted.samples) for one in options]
     command = COMMAND + (" --quick" if wanted.quick else "")
-    results = {"environment": tables.environment(command), **merged([measure(one) for one in options])}
-    results["minutes"] = round((time.monotonic() - began) / 60, 1)
-    tables.prepare(wanted.out, HERE)
-    tables.write_json(wanted.out / "results.json", results, command=command)
+    results = merged([measure(one) for one in options])
+    results |= {
+        "minutes": (time.monotonic() - began) / 60,
+        "sizes": sorted({size for one in options for size in sizes_of(one)}),
+    }
+    prepare(wanted.out, HERE)
     tables.write_csv(wanted.out / "results.csv", results["rows"])
     drawn = [r for r in results["rows"] if r["ranks"] in IN_CHART and r["backend"] in CHART_BACKENDS]
     against_size(drawn, wanted.out / "chart.svg", title="All-reduce on one host", subtitle=subtitle(drawn))
-    text = block(results, sorted({size for one in options for size in sizes_of(one)}))
-    tables.write_between(wanted.out / "README.md", "collectives", text)
-    if not wanted.quick and wanted.out.resolve() == HERE:
-        tables.write_between(ROOT / "docs" / "shm.md", "shared memory table", headline(results))
-    print(text)
+    whole = save(wanted.out / "results.json", results, pages, HERE, command)
+    print(pages(whole)[README]["collectives"])
     return 1 if any(row["#wrong"] for row in results["rows"]) else 0
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks.faults import campaign, chart, kills
 from benchmarks.faults.judge import PARTS
 from benchmarks.faults.matrix import Row, matrix
-from instep.bench.tables import cell, environment, markdown, write_between, write_json
+from benchmarks.pages import README, Pages, Results, made, save
+from instep.bench.tables import cell, environment, machine, markdown
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
 COMMAND = "make faults"
 CAMPAIGNS = ("campaign", "pipelines")
@@ -33,34 +33,33 @@ def not_green(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*found, *others]
 
 
-def write(results: Mapping[str, Any]) -> None:
+def write(results: Results) -> None:
     """Into this folder and docs/reliability.md, what there is anew; what is not there stays."""
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    write_json(RESULTS, {**before, "environment": environment(COMMAND), **results}, command=COMMAND)
-    render(json.loads(RESULTS.read_text()), HERE, ROOT / "docs" / "reliability.md")
+    whole = save(RESULTS, {**before, "environment": environment(COMMAND), **results}, pages, HERE, COMMAND)
+    if "rows" in whole:
+        chart.recoveries(bars(matrix(), by_name(whole)), HERE / "chart.svg", subtitle=f"medians; {machine()}")
 
 
-def render(results: Mapping[str, Any], folder: Path, project: Path) -> None:
-    """Tables of ``results`` into the README of ``folder`` and into ``project``, the chart beside."""
-    readme = folder / "README.md"
-    made = results["environment"]
-    where = f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}"
+def by_name(results: Results) -> dict[tuple[str, str], Any]:
+    return {(row["group"], row["name"]): row for row in results["rows"]}
+
+
+def pages(results: Results) -> Pages:
+    """Tables of what there is in ``results``."""
+    texts, docs = {}, {}
     if "rows" in results:
-        found = {(row["group"], row["name"]): row for row in results["rows"]}
-        write_between(readme, "faults table", table(matrix(), found))
-        write_between(readme, "faults rows", legend(matrix()))
-        text = f"{headline(matrix(), found)}\n\n{verdict(results)} Made by `{COMMAND}` on {where}."
-        write_between(project, "reliability table", text)
-        chart.recoveries(bars(matrix(), found), folder / "chart.svg", subtitle=f"medians; {where}")
+        found = by_name(results)
+        texts["faults table"] = f"{table(matrix(), found)}\n\n{made(results)}"
+        texts["faults rows"] = legend(matrix())
+        text = f"{headline(matrix(), found)}\n\n{verdict(results)} {made(results)}"
+        docs["docs/reliability.md"] = {"reliability table": text}
     if "kills" in results:
-        write_between(readme, "kills table", kills_text(results["kills"]))
+        texts["kills table"] = kills_text(results["kills"])
     if "copy" in results:
-        write_between(readme, "copy table", copy_text(results["copy"]))
-    for name in CAMPAIGNS:
-        if name in results:
-            write_between(readme, f"{name} table", campaign_text(results[name]))
-    minutes = f", {results['minutes']:.0f} minutes" if "minutes" in results else ""
-    write_between(readme, "environment", f"{where}, Python {made['python']}, {made['date']}{minutes}.")
+        texts["copy table"] = copy_text(results["copy"])
+    texts |= {f"{name} table": campaign_text(results[name]) for name in CAMPAIGNS if name in results}
+    return {README: texts, **docs}
 
 
 def verdict(results: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from benchmarks.faults.kills import measure_kills
 from benchmarks.faults.matrix import Row, matrix
 from instep.bench.tables import write_json
 
+pages = report.pages
 TIMES = 5
 PARTS = ("rows", "kills", "copy", "campaign", "pipelines")
 SHOWN = 1500  # characters of what a row says that is not green

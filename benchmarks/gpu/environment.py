@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from datetime import date
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.part import Part, main
+from instep.bench.tables import checked_out
 
 NEEDED = ("numpy", "safetensors", "rich", "tyro", "matplotlib", "jinja2", "pytest", "hypothesis")
 ASKED = "name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm,power.limit"
@@ -24,6 +26,8 @@ PLAIN = ("-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-
 
 def environment(part: Part) -> None:
     found = {
+        "date": date.today().isoformat(),
+        "commit": checked_out() or "",
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "cores": len(os.sched_getaffinity(0)),

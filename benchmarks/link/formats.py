@@ -19,23 +19,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.charts import bars
 from instep.bench.hosts import RATE_TEXT
 from instep.bench.options import parse_count
 from instep.bench.steps import MS, StepResults, require_room
 from instep.bench.steps_rank import measure_steps
-from instep.bench.tables import (
-    Row,
-    environment,
-    markdown,
-    prepare,
-    quantile,
-    show,
-    spread,
-    with_quartiles,
-    write_between,
-    write_json,
-)
+from instep.bench.tables import Row, markdown, quantile, show, spread, with_quartiles
 from instep.bench.variants import NONE, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import over_link
@@ -186,8 +176,6 @@ def write(
 ) -> None:
     """Results, tables and chart into ``folder``, and a README with them."""
     prepare(folder, HERE)
-    payload = {"setting": asdict(chosen), "hosts": HOSTS, "sizes_mb": SIZES_MB, "found": list(found)}
-    write_json(folder / "formats.json", payload, command=COMMAND)
     bars(
         [
             {**row, "panel": PANELS[row["ranks per host"]]}
@@ -200,17 +188,21 @@ def write(
         label="contestant", value="x DDP", low="x DDP q25", high="x DDP q75", unit="x", group="panel",
         reference=1.0, reference_text="torch's DDP",
     )  # fmt: skip
-    made = environment(COMMAND)
+    results = {"setting": asdict(chosen), "hosts": HOSTS, "sizes_mb": SIZES_MB, "found": list(found)}
+    save(folder / "formats.json", {"minutes": minutes, **results}, pages, HERE, COMMAND)
+
+
+def pages(results: Results) -> Pages:
+    chosen, found = Workload(**results["setting"]), results["found"]
     rounds = len(found[0]["ms"][NONE.name])
     text = (
         f"{text_of(chosen)}; S: the gradients of a rank, {chosen.gradient_bytes / 1e6:.1f} MB.\n\n"
-        f"{markdown(shown(rows))}\n\nMedians of {rounds} rounds; ratios of steps of the same round, with "
-        f"quartiles. Made by `{COMMAND}` on {made['cores']} cores ({made['cpu']}) shared by all hosts, torch "
-        f"{made['torch']}, in {minutes:.0f} minutes."
+        f"{markdown(shown([row for one in found for row in one['rows']]))}\n\n"
+        f"Medians of {rounds} rounds; ratios of steps of the same round, with quartiles. The hosts share the "
+        f"cores. {made(results)}"
     )
-    write_between(folder / "README.md", "formats table", text)
-    sweep = [row for one in found for row in one["sweep"]]
-    write_between(folder / "README.md", "sweep table", markdown(sweep))
+    sweep = markdown([row for one in found for row in one["sweep"]])
+    return {README: {"formats table": text, "sweep table": sweep}}
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.charts import bars
 from instep.bench.link import RATE_TEXT, LinkResults, chart, measure, report, title
 from instep.bench.options import parse_count
-from instep.bench.tables import environment, markdown, prepare, show, write_between, write_csv, write_json
-from instep.bench.workloads import workload
+from instep.bench.tables import markdown, show, write_csv
+from instep.bench.workloads import Workload, workload
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/link/run.py"
@@ -38,7 +39,7 @@ def main() -> int:
     fewer = max(wanted.samples // 3, 3)  # bytes do not vary, and hosts that share two cores are slow
     several = [measure(small, hosts, ("server", "bucketed-gloo"), fewer) for hosts in NUM_HOSTS]
     show(pair.rows, title(pair), notes=pair.notes)
-    show(growth(several), "more hosts")
+    show(growth([found.as_json() for found in several]), "more hosts")
     write(pair, several, wanted.out, (time.monotonic() - began) / 60)
     return 0
 
@@ -53,13 +54,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def growth(several: Sequence[LinkResults]) -> list[dict[str, Any]]:
+def growth(several: Sequence[Results]) -> list[dict[str, Any]]:
     """A row per strategy and number of hosts; bytes as multiples of S, the gradients of one rank."""
     rows = []
     for strategy in COMPARED:
         for found in several:
-            row = next(row for row in found.rows if row["strategy"] == strategy)
-            W, megabytes = found.num_hosts, found.workload.gradient_bytes / 1e6
+            row = next(row for row in found["rows"] if row["strategy"] == strategy)
+            W, megabytes = found["hosts"], Workload(**found["setting"]).gradient_bytes / 1e6
             expected = W - 1 if strategy == "server" else 2 * (W - 1) / W
             rows.append(
                 {
@@ -75,12 +76,24 @@ def growth(several: Sequence[LinkResults]) -> list[dict[str, Any]]:
     return rows
 
 
+def pages(results: Results) -> Pages:
+    pair, several = results["pair"], results["several"]
+    where = f"{pair['hosts']} hosts, {RATE_TEXT} between them; {Workload(**pair['setting']).text}"
+    small = Workload(**several[0]["setting"]).text
+    note = f"All hosts share the cores. {made(results)}"
+    return {
+        README: {
+            "link table": f"{where}.\n\n{report(pair)}\n\n{note}",
+            "hosts table": f"{small}.\n\n{markdown(growth(several))}\n\n{made(results)}",
+        }
+    }
+
+
 def write(pair: LinkResults, several: Sequence[LinkResults], folder: Path, minutes: float) -> None:
-    """Results, tables and charts into ``folder``, and a README with them."""
+    """Results, tables and charts into ``folder``."""
     prepare(folder, HERE)
-    rows, readme = growth(several), folder / "README.md"
-    payload = {"pair": pair.as_json(), "several": [found.as_json() for found in several]}
-    write_json(folder / "results.json", payload, command=COMMAND)
+    results = {"minutes": minutes, "pair": pair.as_json(), "several": [found.as_json() for found in several]}
+    rows = growth(results["several"])
     write_csv(folder / "results.csv", pair.rows)
     write_csv(folder / "hosts.csv", rows)
     chart(pair, folder / "chart.svg")
@@ -91,15 +104,7 @@ def write(pair: LinkResults, several: Sequence[LinkResults], folder: Path, minut
         subtitle=f"{several[0].workload.text}; {RATE_TEXT} to every host; step time less that of no exchange",
         label="strategy", value="exposed(ms)", unit="ms", group="panel",
     )  # fmt: skip
-    write_between(readme, "link table", f"{title(pair)}.\n\n{report(pair.as_json())}")
-    write_between(readme, "hosts table", f"{several[0].workload.text}.\n\n{markdown(rows)}")
-    made = environment(COMMAND)
-    write_between(
-        readme,
-        "environment",
-        f"{made['cores']} cores ({made['cpu']}) shared by all hosts, torch {made['torch']}, Python "
-        f"{made['python']}, {made['date']}, {minutes:.0f} minutes; ranks of one thread.",
-    )
+    save(folder / "results.json", results, pages, HERE, COMMAND)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import instep
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench import tables
 
 HERE = Path(__file__).parent
@@ -100,9 +101,9 @@ def _seconds(stream: Iterator[Any], micro_batches: int) -> float:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--json", type=Path, default=HERE / "results.json")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
+    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args(words)
+    began = time.monotonic()
     torch.set_num_threads(1)  # as worker processes have
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -117,15 +118,16 @@ def main(words: Sequence[str] | None = None) -> int:
             for num_workers in counts:
                 measured = compare(dataset, num_workers, pairs=wanted.pairs, micro_batches=32)
                 rows.append({"samples": name, **measured})
-    made = tables.environment(COMMAND)
-    note = (
-        f"Ratios are medians (and quartiles) of pairs of turns. Made by `{COMMAND}` on {made['cores']} cores "
-    )
-    note += f"({made['cpu']}), torch {made['torch']}."
-    tables.write_json(wanted.json, {"rows": rows}, command=COMMAND)
-    tables.write_between(wanted.readme, "loader table", f"{tables.markdown(rows)}\n\n{note}")
     print(tables.markdown(rows))
+    prepare(wanted.out, HERE)
+    results = {"minutes": (time.monotonic() - began) / 60, "rows": rows}
+    save(wanted.out / "results.json", results, pages, HERE, COMMAND)
     return 0
+
+
+def pages(results: Results) -> Pages:
+    note = f"Ratios are medians (and quartiles) of pairs of turns. {made(results)}"
+    return {README: {"loader table": f"{tables.markdown(results['rows'])}\n\n{note}"}}
 
 
 if __name__ == "__main__":

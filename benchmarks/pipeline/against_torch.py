@@ -15,7 +15,7 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,16 +32,12 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import functional as F
 
 import instep
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.tables import (
-    environment,
-    made_where,
     markdown,
     paired_ratio,
-    prepare,
     quantile,
     show,
-    write_between,
-    write_json,
 )
 from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.mesh.mesh import Mesh, build
@@ -257,13 +253,9 @@ def rows_of(model: Model, times: dict[str, list[float]]) -> list[dict[str, Any]]
     return rows
 
 
-def write(found: Sequence[dict[str, Any]], folder: Path, minutes: float) -> None:
-    prepare(folder, HERE)
-    write_json(folder / "against_torch.json", {"models": found}, command=COMMAND)
-    rows = [row for one in found for row in one["rows"]]
-    write_between(folder / "README.md", "against torch", markdown(rows))
-    where = f"{made_where(environment(COMMAND), minutes)}."
-    write_between(folder / "README.md", "against torch environment", where)
+def pages(results: Results) -> Pages:
+    rows = [row for one in results["models"] for row in one["rows"]]
+    return {README: {"against torch": f"{markdown(rows)}\n\n{made(results)}"}}
 
 
 def main() -> int:
@@ -278,7 +270,9 @@ def main() -> int:
     found = [measure(name, wanted.samples) for name in wanted.model or MEASURED]
     title = f"{RANKS} ranks, {MICRO_BATCHES} micro-batches; median of {wanted.samples} steps with SGD"
     show([row for one in found for row in one["rows"]], title)
-    write(found, wanted.out, (time.monotonic() - began) / 60)
+    prepare(wanted.out, HERE)
+    results = {"minutes": (time.monotonic() - began) / 60, "models": found}
+    save(wanted.out / "against_torch.json", results, pages, HERE, COMMAND)
     return 0
 
 

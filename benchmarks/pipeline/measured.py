@@ -17,19 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.options import PipelineOptions
 from instep.bench.pipeline import PipelineResults, draw, measure, short_row
-from instep.bench.tables import (
-    Row,
-    environment,
-    made_where,
-    markdown,
-    prepare,
-    show,
-    with_quartiles,
-    write_between,
-    write_json,
-)
+from instep.bench.tables import Row, markdown, with_quartiles
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/pipeline/measured.py"
@@ -49,15 +40,9 @@ def main() -> int:
     )
     results = measure(options)
     deep = measure(replace(options, ranks=DEEP, micro_batches=(str(AT),), samples=1))
-    tables = {
-        "few and many": few_and_many(results.rows),
-        "measured": [short_row(row) for row in results.rows],
-        "kept": [{name: row[name] for name in KEPT} for row in deep.rows],
-    }
-    minutes = (time.monotonic() - began) / 60
-    write(tables, results, wanted.out, minutes)
-    for name, rows in tables.items():
-        show(rows, name)
+    kept = [{name: row[name] for name in KEPT} for row in deep.rows]
+    whole = write(kept, results, wanted.out, (time.monotonic() - began) / 60)
+    print(*pages(whole)[README].values(), sep="\n\n")
     beyond = too_far(results.rows, deep)
     print("\n".join(beyond) if beyond else "all within what was set")
     return 1 if beyond else 0
@@ -75,22 +60,24 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(tables: dict[str, list[Row]], results: PipelineResults, folder: Path, minutes: float) -> None:
-    """Results, charts and tables into ``folder``, and a README with them."""
+def pages(results: Results) -> Pages:
+    tables = {
+        "few and many": few_and_many(results["rows"]),
+        "measured": [short_row(row) for row in results["rows"]],
+        "kept": results["kept"],
+    }
+    said = "\n".join(f"- {note}" for note in results["notes"])
+    where = f"{made(results)} {results['text']}; {DEEP} ranks: only activations kept."
+    texts = {name: markdown(rows) for name, rows in tables.items()}
+    return {README: {**texts, "notes on the measured": f"{said}\n\n{where}"}}
+
+
+def write(kept: list[Row], found: PipelineResults, folder: Path, minutes: float) -> Results:
+    """Results, charts and tables into ``folder``."""
     prepare(folder, HERE)
-    payload = {"minutes": round(minutes, 1), **results.as_json(), "kept": tables["kept"]}
-    write_json(folder / "measured.json", payload, command=COMMAND)
-    draw(results, folder / "measured.svg")
-    readme = folder / "README.md"
-    for name, rows in tables.items():
-        write_between(readme, name, markdown(rows))
-    said = "\n".join(f"- {note}" for note in results.notes)
-    write_between(readme, "notes on the measured", said)
-    write_between(
-        readme,
-        "environment",
-        f"{made_where(environment(COMMAND), minutes)}. {results.text}; {DEEP} ranks: only activations kept.",
-    )
+    results = {"minutes": minutes, **found.as_json(), "notes": found.notes, "kept": kept}
+    draw(found, folder / "measured.svg")
+    return save(folder / "measured.json", results, pages, HERE, COMMAND)
 
 
 def few_and_many(rows: Sequence[Row]) -> list[Row]:

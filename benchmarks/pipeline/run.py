@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, prepare, save
 from benchmarks.pipeline.published import (
     GPIPE_MICRO_BATCHES,
     GPIPE_SPEED_UPS,
@@ -26,7 +27,7 @@ from benchmarks.pipeline.published import (
 from benchmarks.pipeline.published import (
     peak_activations as peak_by_formula,
 )
-from instep.bench.tables import cell, markdown, prepare, show, write_between, write_json
+from instep.bench.tables import cell, markdown, show
 from instep.events import Timeline
 from instep.pipeline.actions import Schedule
 from instep.pipeline.check import check, peak_activations
@@ -59,12 +60,15 @@ def main() -> int:
     prepare(folder, HERE)
     for name, rows in tables.items():
         show(rows, name)
-        write_between(folder / "README.md", name, markdown(rows))
-    write_json(folder / "results.json", {"tables": tables}, command=COMMAND)
+    save(folder / "results.json", {"tables": tables}, pages, HERE, COMMAND)
     draw(folder / "chart.svg")
     beyond = too_far(found)
     print("\n".join(beyond) if beyond else "all within what was set")
     return 1 if beyond else 0
+
+
+def pages(results: Results) -> Pages:
+    return {README: {name: markdown(rows) for name, rows in results["tables"].items()}}
 
 
 def simulated(row: Measured, name: str) -> dict[str, Any]:

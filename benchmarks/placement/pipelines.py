@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from benchmarks.placement.run import HERE, environment, grid, printing_to, trained
-from instep.bench.tables import write_between, write_json
+from benchmarks.pages import README, Pages, Results, made, save
+from benchmarks.placement.run import HERE, grid, printing_to, trained
 from instep.pipeline.schedules import NAMES, generate
 from instep.recipes import text_config
 from instep.recipes.text_config import Config
@@ -123,23 +123,22 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory, printing_to(Path(directory, "log")) as say:
         runs = measure(say)
-    minutes = (time.monotonic() - began) / 60
-    text = grid([(run["row"], run["column"], run["same"]) for run in runs[1:]], "ranks of a pipeline")
-    write_json(HERE / "pipelines.json", {"minutes": round(minutes, 1), "runs": runs}, command=COMMAND)
-    write_between(HERE / "README.md", "pipelines table", f"{text}\n\n{said(minutes)}")
-    print(text)
+    results = {"minutes": (time.monotonic() - began) / 60, "runs": runs}
+    whole = save(HERE / "pipelines.json", results, pages, HERE, COMMAND)
+    print(pages(whole)[README]["pipelines table"])
     return 0 if as_promised(runs) else 1
 
 
-def said(minutes: float) -> str:
-    """What has to be known to read the table."""
-    made, layers = environment(), text_config.default().model.layers + EDGES
-    return (
+def pages(results: Results) -> Pages:
+    answers = [(run["row"], run["column"], run["same"]) for run in results["runs"][1:]]
+    layers = text_config.default().model.layers + EDGES
+    text = (
+        f"{grid(answers, 'ranks of a pipeline')}\n\n"
         "`2 x 2`: two pipelines of two ranks; `2 → 4`: stopped half-way, resumed as a pipeline of four. "
-        f"Empty: the recipe's {layers} layers are too few for two stages on each of four ranks. Made by "
-        f"`{COMMAND}` on {made['cores']} cores ({made['cpu.kind']}), torch {made['torch']}, in "
-        f"{minutes:.0f} minutes."
+        f"Empty: the recipe's {layers} layers are too few for two stages on each of four ranks. "
+        f"{made(results)}"
     )
+    return {README: {"pipelines table": text}}
 
 
 if __name__ == "__main__":

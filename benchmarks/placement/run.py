@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.pages import README, Pages, Results, made, save
 from instep.checkpoint.contract import describe
 from instep.cli.exit_codes import DONE, PREEMPTED
 from instep.cli.train import train
@@ -27,7 +28,6 @@ from instep.record.directory import SUMMARY
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
-BEGIN, END = "<!-- placement table -->", "<!-- end of placement table -->"
 COMMAND = "python benchmarks/placement/run.py"
 
 RANKS = (1, 2, 3, 4, 5)
@@ -133,11 +133,10 @@ def measure(data: Path, say: TextIO) -> list[dict[str, Any]]:
     return runs
 
 
-def environment() -> dict[str, Any]:
-    """What the hash itself depends on, and how many cores there were."""
+def contract() -> dict[str, Any]:
+    """What else the hash depends on."""
     known = describe(config={}, threads=1, device="cpu")
-    names = ("python", "torch", "cpu.kind", "cpu.capability", "threads")
-    return {**{name: known[name] for name in names}, "cores": len(os.sched_getaffinity(0))}
+    return {name: known[name] for name in ("cpu.capability", "threads")}
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -162,26 +161,12 @@ def grid(answers: Sequence[tuple[str, str, bool]], corner: str = "ranks") -> str
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def block(results: dict[str, Any]) -> str:
-    """The table and what it was made on."""
-    found = results["environment"]
-    return (
+def pages(results: Results) -> Pages:
+    text = (
         f"{table(results['runs'])}\n\n"
-        f"`2 → 3`: stopped half-way on two ranks, resumed on three. Made by `{COMMAND}` on {found['cores']} "
-        f"cores ({found['cpu.kind']}), torch {found['torch']}, in {results['minutes']:.0f} minutes."
+        f"`2 → 3`: stopped half-way on two ranks, resumed on three. {made(results)}"
     )
-
-
-def replaced(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
-    """``text`` with ``new`` in the place of what stands between the lines ``begin`` and ``end``.
-
-    Raises:
-        ValueError: there is not exactly one such place.
-    """
-    head, *rest = text.split(f"{begin}\n")
-    if len(rest) != 1 or rest[0].count(end) != 1:
-        raise ValueError(f"expected one line {begin!r} and after it one {end!r}, to write between them")
-    return f"{head}{begin}\n{new}\n{end}{rest[0].partition(end)[2]}"
+    return {page: {"placement table": text} for page in (README, "docs/placement.md")}
 
 
 def as_promised(runs: Sequence[dict[str, Any]]) -> bool:
@@ -219,15 +204,9 @@ def main() -> int:
         with printing_to(Path(directory, "log")) as say:
             runs = measure(data, say)
         settings = numerical(recipe(data))
-    results = {
-        "environment": environment(),
-        "settings": settings,
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "runs": runs,
-    }
-    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    for page in (HERE / "README.md", ROOT / "docs" / "placement.md"):
-        page.write_text(replaced(page.read_text(), block(results)))
+    minutes = (time.monotonic() - began) / 60
+    results = {"settings": settings, "contract": contract(), "minutes": minutes, "runs": runs}
+    save(RESULTS, results, pages, HERE, COMMAND)
     print(table(runs))
     return 0 if as_promised(runs) else 1
 

@@ -14,6 +14,7 @@ import json
 import resource
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import instep
-from instep.bench.tables import publish
+from benchmarks.pages import Pages, Results, one_table, publish
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.models.config import GPTConfig
@@ -42,9 +43,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
+    began = time.monotonic()
     rows = [attempt(kind, wanted.budget, wanted.ranks) for kind in KINDS]
-    publish(rows, "fits", wanted.out, HERE, {"ranks": wanted.ranks, "budget_mb": wanted.budget})
+    about = {"ranks": wanted.ranks, "budget_mb": wanted.budget, "minutes": (time.monotonic() - began) / 60}
+    publish(rows, "fits", wanted.out, HERE, about, pages)
     return 0
+
+
+def pages(results: Results) -> Pages:
+    return one_table("fits", results)
 
 
 def attempt(kind: str, budget_mb: int, ranks: int) -> dict[str, Any]:

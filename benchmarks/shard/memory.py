@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -33,8 +34,8 @@ from torch.optim import AdamW
 
 import instep
 import instep.shm  # which makes the backend known
+from benchmarks.pages import Pages, Results, one_table, publish
 from instep.bench.memory_usage import memory_usage
-from instep.bench.tables import publish
 from instep.bench.variants import full_model, sharded_model
 from instep.bench.worlds import World, on_ranks
 from instep.checkpoint.registered import Registered
@@ -61,12 +62,18 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=MODEL.layers)
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
+    began = time.monotonic()
     wanted.out.mkdir(parents=True, exist_ok=True)
     model = replace(MODEL, layers=wanted.layers)
     rows = [row for ranks in wanted.ranks for row in measure(model, ranks)]
     about = {"model": asdict(model), "parameters": num_parameters(model)}
-    publish(rows, "memory", wanted.out, HERE, about)
+    about["minutes"] = (time.monotonic() - began) / 60
+    publish(rows, "memory", wanted.out, HERE, about, pages)
     return 0
+
+
+def pages(results: Results) -> Pages:
+    return one_table("memory", results)
 
 
 def measure(model: GPTConfig, ranks: int) -> list[dict[str, Any]]:

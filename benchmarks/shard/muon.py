@@ -19,7 +19,8 @@ import torch
 from torch.optim import Muon
 
 import instep
-from instep.bench.tables import paired_ratio, publish, quantile
+from benchmarks.pages import Pages, Results, one_table, publish
+from instep.bench.tables import paired_ratio, quantile
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.models.config import GPTConfig
@@ -39,13 +40,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
+    began = time.monotonic()
     rows: list[dict[str, Any]] = []
     for backend in ("gloo", "shm"):
         with tempfile.TemporaryDirectory() as folder:
             launch(measure, (backend, wanted.rounds, f"{folder}/rows.json"), ranks=wanted.ranks)
             rows += json.loads(Path(folder, "rows.json").read_text())
-    publish(rows, "muon", wanted.out, HERE, {"ranks": wanted.ranks, "rounds": wanted.rounds})
+    about = {"ranks": wanted.ranks, "rounds": wanted.rounds, "minutes": (time.monotonic() - began) / 60}
+    publish(rows, "muon", wanted.out, HERE, about, pages)
     return 0
+
+
+def pages(results: Results) -> Pages:
+    return one_table("muon", results)
 
 
 def measure(backend: str, rounds: int, path: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import instep
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.charts import bars
 from instep.bench.options import parse_count
-from instep.bench.tables import markdown, paired_ratio, quantile, show, write_between, write_json
+from instep.bench.tables import markdown, paired_ratio, quantile, show
 from instep.bench.variants import SharedModel
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import World, on_ranks, slowest_rank
@@ -204,8 +206,6 @@ def measure(chosen: str, wanted: argparse.Namespace) -> dict[str, Any]:
         label="name", value="step(ms)", low="q25(ms)", high="q75(ms)", unit="ms",
         reference=rows[0]["step(ms)"], reference_text="no synchronisation",
     )  # fmt: skip
-    if wanted.out == HERE:
-        write_between(HERE / "README.md", f"{chosen} table", markdown(rows))
     samples = {name: [1e3 * s for s in seconds] for name, seconds in times.items()}
     return {"title": title, "rows": rows, "ms": samples}
 
@@ -220,10 +220,22 @@ def main() -> int:
     parser.add_argument("--set", choices=[*SETS], action="append")
     parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
-    wanted.out.mkdir(parents=True, exist_ok=True)
+    prepare(wanted.out, HERE)
+    began = time.monotonic()
     found = {chosen: measure(chosen, wanted) for chosen in wanted.set or SETS}
-    write_json(wanted.out / "speed.json", found, command="python benchmarks/shard/speed.py")
+    results = {**found, "minutes": (time.monotonic() - began) / 60}
+    save(wanted.out / "speed.json", results, pages, HERE, "python benchmarks/shard/speed.py")
     return 0
+
+
+def pages(results: Results) -> Pages:
+    return {
+        README: {
+            f"{chosen} table": f"{markdown(results[chosen]['rows'])}\n\n{made(results)}"
+            for chosen in SETS
+            if chosen in results
+        }
+    }
 
 
 if __name__ == "__main__":

@@ -9,27 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import README, Pages, Results, made, prepare, save
 from instep.bench.options import StepsOptions, parse_count
 from instep.bench.steps import HostResults, chart, measure, report, table
-from instep.bench.tables import (
-    environment,
-    made_where,
-    markdown,
-    prepare,
-    short,
-    write_between,
-    write_csv,
-    write_json,
-)
+from instep.bench.tables import markdown, short, write_csv
 from instep.bench.workloads import Workload, workload
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 HEADLINE = (
     ("none", ""),
     *((strategy, over) for strategy in ("DDP", "flat", "bucketed") for over in ("gloo", "shm")),
@@ -66,49 +56,36 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def headline(settings: Sequence[Mapping[str, Any]]) -> str:
-    """What docs/shm.md has of it: torch's DDP, the default strategy, and no exchange at all."""
+def pages(results: Results) -> Pages:
+    """A table for each setting, and a short one in docs/shm.md."""
+    found = {}
+    for one in results["settings"]:
+        chosen = Workload(**one["setting"])
+        text = f"{chosen.text}; {results['ranks']} ranks.\n\n{report(one)}\n\n{made(results)}"
+        found[f"{chosen.name} table"] = text
+    return {README: found, "docs/shm.md": {"steps table": headline(results)}}
+
+
+def headline(results: Results) -> str:
+    """torch's DDP, the default strategy, and no exchange at all."""
     rows = []
-    for one in settings:
+    for one in results["settings"]:
         for row in one["rows"]:
             if (row["strategy"], row["over"]) in HEADLINE:
                 (shown,) = short([row])
-                figures = {name: shown[name] for name in ("step(ms)", "x DDP", "gap closed(%)")}
-                who = {
-                    "model": Workload(**one["setting"]).text,
-                    "strategy": row["strategy"],
-                    "over": row["over"],
-                }
-                rows.append({**who, **figures})
-    made = environment(COMMAND)
-    return (
-        f"{markdown(rows)}\n\n`none` exchanges nothing. Made by `{COMMAND}` on {made['cores']} cores "
-        f"({made['cpu']}), torch {made['torch']}."
-    )
+                who = {"model": Workload(**one["setting"]).text} | {x: row[x] for x in ("strategy", "over")}
+                rows.append(who | {x: shown[x] for x in ("step(ms)", "x DDP", "gap closed(%)")})
+    return f"{markdown(rows)}\n\n`none` exchanges nothing. {made(results)}"
 
 
 def write(found: list[HostResults], folder: Path, ranks: int, minutes: float) -> None:
-    """Results, table and charts into ``folder``, and a README with them."""
+    """Results, tables and charts into ``folder``."""
     prepare(folder, HERE)
-    write_json(
-        folder / "results.json",
-        {"ranks": ranks, "settings": [one.as_json() for one in found]},
-        command=COMMAND,
-    )
     write_csv(folder / "results.csv", [row for one in found for row in one.rows])
     for one in found:
         chart(one, folder / f"{one.workload.name}.svg", ranks)
-        text = f"{one.workload.text}; {ranks} ranks.\n\n{report(one.as_json())}"
-        write_between(folder / "README.md", f"{one.workload.name} table", text)
-    if folder.resolve() == HERE:
-        text = headline([one.as_json() for one in found])
-        write_between(ROOT / "docs" / "shm.md", "steps table", text)
-    made = environment(COMMAND)
-    write_between(
-        folder / "README.md",
-        "environment",
-        f"{made_where(made, minutes)}.",
-    )
+    results = {"minutes": minutes, "ranks": ranks, "settings": [one.as_json() for one in found]}
+    save(folder / "results.json", results, pages, HERE, COMMAND)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import csv
 import json
 import math
 import os
-import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -136,15 +136,23 @@ def environment(command: str | None = None) -> dict[str, Any]:
         "python": known["python"],
         "command": _command_line(sys.argv) if command is None else command,
         "date": date.today().isoformat(),
+        **({"commit": commit} if (commit := checked_out()) else {}),
     }
 
 
-def made_where(made: Mapping[str, Any], minutes: float) -> str:
-    """What a page says of ``made``, the ``environment`` of a benchmark of ranks, and of how long it took."""
-    return (
-        f"{made['cores']} cores ({made['cpu']}), torch {made['torch']}, Python {made['python']}, "
-        f"{made['date']}, {minutes:.0f} minutes; ranks of one thread"
-    )
+def checked_out() -> str | None:
+    """The commit of the checkout that this package is in, "-dirty" if code differs; None outside of one."""
+    root = Path(__file__).parents[2]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (root / ".git").exists():
+            changed = git("status", "--porcelain", "--", "*.py", "*.c")
+            return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    return None
 
 
 def machine(backend: str = "gloo") -> str:
@@ -211,37 +219,6 @@ def show(rows: Sequence[Row], title: str, *, notes: Sequence[str] = ()) -> None:
         console.print()
         for note in [*notes, ""] if notes else ():
             console.print(note)
-
-
-def prepare(folder: Path, home: Path) -> None:
-    """Make ``folder``; where it is not the benchmark's ``home``, with a copy of the README for the tables."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() != home:
-        shutil.copy(home / "README.md", folder)
-
-
-def write_between(path: str | Path, name: str, text: str) -> None:
-    """Put ``text`` into a Markdown file, between its lines ``<!-- name -->`` and ``<!-- end of name -->``.
-
-    Raises:
-        ValueError: there is not exactly one such place.
-    """
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    whole = Path(path).read_text(encoding="utf-8")
-    head, *rest = whole.split(begin)
-    if len(rest) != 1 or rest[0].count(end) != 1:
-        raise ValueError(f"{path}: expected one line {begin.strip()!r} and after it one {end!r}")
-    Path(path).write_text(f"{head}{begin}{text}\n{end}{rest[0].partition(end)[2]}", encoding="utf-8")
-
-
-def publish(rows: Sequence[Row], name: str, folder: Path, home: Path, about: Mapping[str, Any]) -> None:
-    """The ``rows`` of ``home``/``name``.py on stdout and, with ``about``, as ``folder``/``name``.json; in the
-    benchmark's ``home`` also as the table ``name`` of its README."""
-    print(markdown(rows))
-    command = f"python benchmarks/{home.name}/{name}.py"
-    write_json(folder / f"{name}.json", {**about, "rows": rows}, command=command)
-    if folder == home:
-        write_between(home / "README.md", f"{name} table", markdown(rows))
 
 
 def _table(rows: Sequence[Row], *, tight: bool) -> Table:

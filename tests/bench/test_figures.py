@@ -18,7 +18,7 @@ from instep.bench.options import (
     parse_size,
     sizes_of,
 )
-from instep.bench.tables import environment, markdown, paired_ratio, show, write_between
+from instep.bench.tables import checked_out, environment, markdown, paired_ratio, show
 from instep.bench.variants import full_model
 from instep.bench.workloads import MLPS, WORKLOADS, Workload, gpt_of_size
 from instep.models.config import num_parameters
@@ -114,20 +114,11 @@ def test_a_table_is_aligned_and_within_a_hundred_columns_when_piped(capsys):
 def test_the_environment_names_no_host_and_no_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", [f"{tmp_path}/__main__.py", "bench", "--json", f"{tmp_path}/a.json"])
     found = environment()
-    assert set(found) == {"cpu", "cores", "torch", "python", "command", "date"}
+    assert set(found) - {"commit"} == {"cpu", "cores", "torch", "python", "command", "date"}
+    assert found.get("commit") == checked_out()  # none in an installed package
     assert found["command"] == "instep bench --json a.json"
     assert os.sep not in found["command"]
     assert socket.gethostname() not in json.dumps(found)
-
-
-def test_a_readme_keeps_what_stands_around_its_table(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text("before\n<!-- t -->\nold\n<!-- end of t -->\nafter\n")
-    for _ in range(2):
-        write_between(path, "t", "new")
-    assert path.read_text() == "before\n<!-- t -->\nnew\n<!-- end of t -->\nafter\n"
-    with pytest.raises(ValueError, match="expected one line '<!-- u -->'"):
-        write_between(path, "u", "new")
 
 
 @pytest.mark.parametrize("context", [64, 128, 1024])

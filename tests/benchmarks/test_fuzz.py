@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.fuzz import programs, run
-from benchmarks.fuzz.trial import REFUSED, judged
+from benchmarks.placement.fuzz import programs, run
+from benchmarks.placement.fuzz.trial import REFUSED, judged
 from benchmarks.placement.pipelines import PipelinedRun, as_promised, pipelined_runs
 from instep.pipeline.schedules import NAMES
 from instep.replicate.strategies import find
