@@ -29,6 +29,7 @@ from instep.bench.variants import OURS, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import on_hosts, on_ranks
 from instep.events import Event, Timeline
+from instep.timeline import style
 from instep.timeline.breakdown import Parts, parts
 from instep.timeline.step_chart import panel, side_by_side, step_chart
 
@@ -184,7 +185,7 @@ def draw(
         notes=NOTES,
     )
     timeline, step = steps["bucketed"]
-    step_chart(timeline, folder / "step.svg", step=step)
+    style.save(step_chart(timeline, step=step), folder / "step.svg")
 
 
 if __name__ == "__main__":
