@@ -187,11 +187,11 @@ def _over_time(rows: Mapping[int, Sequence[Parts]]) -> Fields:
     for rank, each in rows.items():
         by_step = {row.step: row.totals() | {"wall": row.wall} for row in each}
         found = [by_step.get(step) for step in taken]
-
-        def curve(name: str, found: Sequence[Mapping[str, float] | None] = found) -> list[float | None]:
-            return [None if row is None else round(row[name] * 1e3, 3) for row in found]
-
-        told.append({"rank": rank, "wall": curve("wall"), "parts": {name: curve(name) for name in PARTS}})
+        curves = {
+            name: [None if row is None else round(row[name] * 1e3, 3) for row in found]
+            for name in ("wall", *PARTS)
+        }
+        told.append({"rank": rank, "wall": curves.pop("wall"), "parts": curves})
     return {"steps": taken, "ranks": told}
 
 
@@ -224,15 +224,9 @@ def _thinned(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
 
 def _breakdown(row: RankBreakdown) -> Fields:
     return {
-        "rank": row.rank,
-        "steps": row.steps,
-        "wall_ms": row.wall_s * 1e3,
-        "median_ms": row.median_s * 1e3,
-        "parts": _in_ms(row.parts),
-        "causes": _in_ms(row.causes),
-        "hosts": _in_ms(row.hosts),
-        "hidden_ms": row.hidden_s * 1e3,
-        "unattributed_share": row.unattributed_share,
+        **{name: getattr(row, name) for name in ("rank", "steps", "unattributed_share", "slowdown")},
+        **{f"{name}_ms": getattr(row, f"{name}_s") * 1e3 for name in ("wall", "median", "hidden")},
+        **{name: _in_ms(getattr(row, name)) for name in ("parts", "causes", "hosts")},
     }
 
 
@@ -283,16 +277,10 @@ def _bucket(row: BucketRow) -> Fields:
 
 
 def _slow(insight: Analysis) -> Fields | None:
-    slow = insight.slow
-    if slow is None:
+    if (slow := insight.slow) is None:
         return None
-    return {
-        "rank": slow.rank,
-        "phase": slow.phase,
-        "since": slow.since,
-        "excess_ms": slow.excess_s * 1e3,
-        "share": slow.share,
-    }
+    told = {name: getattr(slow, name) for name in ("rank", "phase", "since", "share")}
+    return {**told, "excess_ms": slow.excess_s * 1e3}
 
 
 def _advice(fields: Fields) -> Fields:

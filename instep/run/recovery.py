@@ -38,12 +38,7 @@ from instep.checkpoint.load import newest, restore, restore_found
 from instep.checkpoint.manifest import Json, Manifest, parse_json
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
-from instep.elastic.snapshot import (
-    Snapshot,
-    SnapshotHandle,
-    SnapshotInterval,
-    common_step,
-)
+from instep.elastic.snapshot import Snapshot, SnapshotHandle, SnapshotInterval, common_step
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.net.agree import all_or_none, on_first_rank
 from instep.record.directory import CHECKPOINTS
@@ -171,7 +166,7 @@ def take(training: ScriptTraining, images: Sequence[StateImage]) -> None:
 @contextmanager
 def _taken(training: ScriptTraining, run: Mapping[str, Any]) -> Iterator[None]:
     """The block gives ``training`` the state at which ``run`` was."""
-    training.rank_state.restoring()
+    training.rank_state.restoring()  # until the end of the block, and where it raises, it has nothing
     yield
     training.rank_state.restored(run["step"], run["last"])
     training.carry_on(run["carried"])
@@ -458,10 +453,9 @@ class Checkpoints:
         found_changes = require_fit(found.manifest, training, self.path)
         if found.manifest.frozen and training.state.is_divided:
             training.put_built()
-        training.rank_state.restoring()
-        restore_found(found, training.state)
-        training.rank_state.restored(found.manifest.step, None)
-        training.carry_on(found.manifest.extra)
+        run = {"step": found.manifest.step, "last": None, "carried": found.manifest.extra}
+        with _taken(training, run):
+            restore_found(found, training.state)
         notes = [f"passed over {reason}" for _, reason in found.rejected]
         notes.append(f"resumed from {found.path}, step {found.manifest.step}")
         notes += [f"note: {line}" for line in _first(found_changes.noted)]
