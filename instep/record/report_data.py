@@ -71,7 +71,9 @@ def write_report(path: Path, out: Path | None, steps: Sequence[int], trace_steps
         yield f"{label:<7}{text}"
     charts = _step_charts(tapes, insight, data)
     pictures = {"timeline": [(name, png_of(chart)) for name, chart in charts.items()], **_run_charts(data)}
-    written = [_write(out / PAGE, render(data, pictures)), _write(out / FIGURES, to_json(data))]
+    written = [out / PAGE, out / FIGURES]
+    for file, text in zip(written, (render(data, pictures), to_json(data)), strict=True):
+        replace_text(file, text)
     part = sorted({row.step for rows in insight.rows.values() for row in rows})
     written += _traces(tapes, data, out / FOLDER, part[-trace_steps:] if trace_steps > 0 else [])
     for chart in [*charts.values()][:1]:
@@ -115,7 +117,7 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
     data = {
         "format": FORMAT,
         "run": {**about, "first_step": min(part, default=0), "notes": notes},
-        "advice": [_advice(one) for one in insight.figures()["advice"]],
+        "advice": [{name.rstrip("_"): x for name, x in asdict(one).items()} for one in insight.advice],
         "slow": _slow(insight),
         "breakdown": {"parts": _parts(insight), "ranks": [_breakdown(row) for row in insight.breakdowns]},
         **_pipeline(insight),
@@ -283,10 +285,6 @@ def _slow(insight: Analysis) -> Fields | None:
     return {**told, "excess_ms": slow.excess_s * 1e3}
 
 
-def _advice(fields: Fields) -> Fields:
-    return {name.rstrip("_"): value for name, value in fields.items()}
-
-
 def _start(line: Fields) -> Fields:
     names = ("step", "restarts", "generation", "world_size", "strategy", "fingerprint")
     return {name: line.get(name) for name in names}
@@ -360,8 +358,3 @@ def _run_charts(data: Fields) -> Pictures:
 def _no_formula(text: str) -> str:
     """What matplotlib shall not take for one."""
     return text.replace("$", r"\$")
-
-
-def _write(path: Path, text: str) -> Path:
-    replace_text(path, text)
-    return path
