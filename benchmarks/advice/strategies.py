@@ -30,6 +30,7 @@ from instep.bench.variants import OURS, Variant
 from instep.bench.workloads import Workload, workload
 from instep.bench.worlds import on_hosts, on_ranks
 from instep.events import Event, Timeline
+from instep.timeline import style
 from instep.timeline.breakdown import Parts, parts
 from instep.timeline.step_chart import panel, side_by_side, step_chart
 
@@ -181,7 +182,7 @@ def draw(steps: Mapping[str, tuple[Timeline, int]], folder: Path, setting: str, 
         notes=NOTES,
     )
     timeline, step = steps["bucketed"]
-    step_chart(timeline, folder / "step.svg", step=step)
+    style.save(step_chart(timeline, step=step), folder / "step.svg")
 
 
 if __name__ == "__main__":

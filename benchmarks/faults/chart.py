@@ -11,17 +11,17 @@ from matplotlib.figure import Figure
 
 from benchmarks.faults.judge import PARTS
 from instep.bench.tables import cell
-from instep.timeline import style
+from instep.timeline import palette, style
 
 WIDTH, BAR = 10.5, 0.3  # inches
 # Apart, because what is watched for seconds before it is believed would dwarf the rest.
 AT_ONCE_S = 1.0
 COLOURS = {
-    "detect": style.VERMILION,
-    "ready": style.ORANGE,
-    "join": style.SKY,
-    "state": style.BLUE,
-    "step": style.GREEN,
+    "detect": palette.VERMILION,
+    "ready": palette.ORANGE,
+    "join": palette.SKY,
+    "state": palette.BLUE,
+    "step": palette.GREEN,
 }
 WORDS = {
     "detect": "noticed",
@@ -49,7 +49,7 @@ def recoveries(rows: Sequence[dict[str, Any]], path: Path, *, subtitle: str) -> 
         figure.subplots_adjust(hspace=0.95 / BAR / (len(rows) / len(panels)))
         for axes, (title, part) in zip(grid, panels.items(), strict=True):
             _stack(axes, part)
-            axes.set_title(title, loc="left", fontsize=12, color=style.INK, pad=6)
+            axes.set_title(title, loc="left", fontsize=12, color=palette.INK, pad=6)
         figure.legend(
             *grid[0].get_legend_handles_labels(),
             loc="upper left",
@@ -79,7 +79,7 @@ def _stack(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             va="center_baseline",
             fontsize=10,
         )
-    axes.set_yticks(range(len(rows)), names, color=style.INK, fontsize=10)
+    axes.set_yticks(range(len(rows)), names, color=palette.INK, fontsize=10)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, max(left) * 1.08)
     axes.grid(visible=False, axis="y")

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.gpu.part import ROOT, Part, instep, main
+from instep.timeline import style
 from instep.timeline.breakdown import parts
 from instep.timeline.step_chart import panel, step_chart
 from instep.timeline.trace_files import FOLDER, read_traces
@@ -37,7 +38,9 @@ def streams(part: Part) -> None:
         step = next(step for step, ms in lengths.items() if ms == median_ms)
         timeline = traces.timeline(step)
     where = f"emulation: two ranks on one {'card' if part.on_gpu else 'CPU'} over gloo"
-    step_chart(timeline, part.output / "step", step=step, title="One step, bucketed", subtitle=where)
+    style.save(
+        step_chart(timeline, step=step, title="One step, bucketed", subtitle=where), part.output / "step"
+    )
     for rank in timeline.ranks:
         spent = parts(timeline.of(rank, step))
         assert spent is not None

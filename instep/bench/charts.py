@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from instep.bench.tables import Row, cell
 from instep.timeline import style
-from instep.timeline.style import INK, MUTED
+from instep.timeline.palette import INK, MUTED, colours
 
 PANEL = (4.2, 3.1)  # inches
 BAR = 0.46
@@ -64,7 +64,7 @@ def lines(
     With ``x_text``, the words of a tick, x is logarithmic.
     """
     names = list(dict.fromkeys(row[panel] for row in rows)) if panel else [""]
-    colour = style.colours([row[series] for row in rows]) | dict.fromkeys(MODELS, MUTED)
+    colour = colours([row[series] for row in rows]) | dict.fromkeys(MODELS, MUTED)
     with style.styled():
         right = 0.5 + 0.105 * max(len(row[series]) for row in rows)
         width = max(0.95 + PANEL[0] * len(names) + right, NARROWEST)
@@ -139,7 +139,7 @@ def bars(
     """
     groups = list(dict.fromkeys(row[group] for row in rows)) if group else [None]
     parts = [[row for row in rows if group is None or row[group] == name] for name in groups]
-    colour = style.colours([str(row[label]) for row in rows])
+    colour = colours([str(row[label]) for row in rows])
     with style.styled():
         counts = [len(part) for part in parts]
         height = 1.1 + BAR * len(rows) + 0.55 * len(parts) + (0.2 if reference_text else 0)

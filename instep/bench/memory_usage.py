@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.state.homes import homes, offered
-from instep.timeline.intervals import union_ns as covered
+from instep.timeline.intervals import total_ns, union
 
 Ranges = dict[torch.device, list[tuple[int, int]]]  # first address and the one after the last
 
@@ -77,7 +77,7 @@ def count(**tensors: Iterable[Tensor]) -> MemoryUsage:
     for purpose in (field.name for field in fields(MemoryUsage)):
         for x in tensors.pop(purpose, ()):
             _add(ranges, x)
-        after = sum(map(covered, ranges.values()))
+        after = sum(total_ns(union(its)) for its in ranges.values())
         found[purpose], before = after - before, after
     if tensors:
         raise TypeError(f"no purpose of memory is called {', '.join(tensors)}")

@@ -41,9 +41,8 @@ class StateImage:
         return StateImage(json.loads(json.dumps(body)), found)
 
     @staticmethod
-    def opened(description: bytes, memory: Tensor) -> StateImage:
-        """What was written to ``memory`` (uint8); ``description`` is its body as JSON, from elsewhere."""
-        body = parse_json(description, DESCRIPTION_BYTES)
+    def opened(body: Json, memory: Tensor) -> StateImage:
+        """What was written to ``memory`` (uint8); ``body`` is from elsewhere."""
         rows = shards_from_json(body["rows"])
         layout = [(x.dtype, held_shape(x.shape, x.first, x.last, x.box)) for x in rows]
         there = zip(rows, views(layout, memory), strict=True)
@@ -89,9 +88,11 @@ def send(group: Group, root: int, shards: Sequence[Shard], description: bytes, o
         PeerLost: a rank did not come to ``operation``.
     """
     description = group.all_gather_bytes(description, operation, limit=DESCRIPTION_BYTES)[root]
-    rows = shards_from_json(parse_json(description, DESCRIPTION_BYTES)["rows"])
-    memory = group.allocate(num_bytes(rows), ALIGN_BYTES, torch.device("cpu")).tensor
+    body = parse_json(description, DESCRIPTION_BYTES)
+    memory = group.allocate(
+        num_bytes(shards_from_json(body["rows"])), ALIGN_BYTES, torch.device("cpu")
+    ).tensor
     if group.rank == root:
         copied(shards, memory)
     group.broadcast(memory, operation, root=root)
-    return StateImage.opened(description, memory)
+    return StateImage.opened(body, memory)

@@ -37,7 +37,7 @@ class ReportOptions:
     out: Path | None = None
     """Write into this directory instead."""
     steps: tuple[int, ...] = ()
-    """The steps of the timeline, counted from 0; by default the median, the slowest and some more."""
+    """The steps of the pictures, counted from 0; by default the median, the slowest and the fastest."""
     trace_steps: int = 20
     """How many of the last steps go into the traces; 0: none are written."""
 

@@ -39,7 +39,7 @@ from instep.mesh.axes import round_up
 from instep.shm import segment
 from instep.shm.segment import Mapping
 from instep.state.shards import Shape
-from instep.state.stored import ALIGN_BYTES, offsets, views
+from instep.state.stored import ALIGN_BYTES, views
 
 SHARE = 0.02
 HEADER_BYTES = 4096
@@ -94,12 +94,9 @@ class Snapshot:
         """Room for tensors in a half."""
         return self._words[_TENSOR_BYTES]
 
-    def fits(self, description: bytes, tensors: Sequence[Tensor]) -> bool:
+    def fits(self, description_bytes: int, tensor_bytes: int) -> bool:
         """Whether a half is large enough."""
-        return (
-            8 + len(description) <= self._words[_DESCRIPTION_BYTES]
-            and tensor_bytes(tensors) <= self._words[_TENSOR_BYTES]
-        )
+        return 8 + description_bytes <= self._words[_DESCRIPTION_BYTES] and tensor_bytes <= self.tensor_bytes
 
     @property
     def next_half(self) -> int:
@@ -162,11 +159,6 @@ def common_step(snapshots: Iterable[Snapshot]) -> int:
     """The newest step that all of ``snapshots`` have; -1 if there is none."""
     steps = [set(each.halves) for each in snapshots]
     return max(set.intersection(*steps), default=-1) if steps else -1
-
-
-def tensor_bytes(tensors: Sequence[Tensor]) -> int:
-    """Room that ``tensors`` take in a half."""
-    return offsets(x.nbytes for x in tensors)[-1]
 
 
 class SnapshotInterval:

@@ -25,6 +25,7 @@ RECORD_LIMIT_BYTES = 1 << 19
 # Errors that say that another rank failed.
 CONSEQUENCES = frozenset({"instep.errors.PeerLost"})
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "safetensors"}
+RUNS_SCRIPTS = "instep.run.script"
 # What these raise may be what a user's data set has raised, in a worker process.
 READERS = frozenset({"instep.data.loader", "instep.data.keyed_samples", "instep.data.sample_shards"})
 HINTS = {
@@ -71,14 +72,16 @@ class ErrorRecord:
 
     @staticmethod
     def of(error: BaseException) -> ErrorRecord:
-        """The record of a caught exception, without the frame that caught it."""
+        """The record of a caught exception, without the frame that caught it, and those that ran a script."""
         kind = type(error)
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        frames = caught = error.__traceback__.tb_next if error.__traceback__ else None
+        while frames and frames.tb_frame.f_globals.get("__name__") == RUNS_SCRIPTS:
+            frames = frames.tb_next
         return ErrorRecord(
             f"{module}{kind.__qualname__}",
             said(error)[:MESSAGE_LIMIT],
-            "".join(traceback.format_exception(kind, error, frames))[-TRACEBACK_LIMIT:],
+            "".join(traceback.format_exception(kind, error, frames or caught))[-TRACEBACK_LIMIT:],
             time.monotonic_ns(),
             bool(getattr(error, "told", False)),
             _is_ours(error),

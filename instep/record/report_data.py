@@ -17,7 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from instep.events import LANES, Event, Timeline
+from matplotlib.figure import Figure
+
+from instep.events import Timeline
 from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY
 from instep.record.display import follow
 from instep.record.jsonl import OF_STEPS, Fields, read_lines, read_object, replace_text
@@ -35,26 +37,22 @@ from instep.timeline.analysis import (
     summary_lines,
 )
 from instep.timeline.breakdown import BUBBLE, PARTS, Parts, RankBreakdown
-from instep.timeline.bubbles import Bubble, bubbles
 from instep.timeline.bucket_times import BucketRow
 from instep.timeline.chrome_trace import write_traces
-from instep.timeline.report import json_safe, printable, render
+from instep.timeline.report import Pictures, json_safe, printable, render
+from instep.timeline.run_chart import curve, stacked_parts
 from instep.timeline.step_chart import step_chart
+from instep.timeline.style import png_of, save
 from instep.timeline.trace_files import FOLDER, PATTERN, RunTraces, read_traces
 
 PAGE, FIGURES, PICTURE = "report.html", "report.json", "step"
 FORMAT = 1
 MOST_POINTS = 400  # of a curve
-MOST_EVENTS = 25_000  # of the timeline, with its bubbles, so that the page stays below 2 MB
 MOST_FIGURES = 50_000  # of what is told for each rank: over time, of the buckets
 MOST_LINES = 100  # of faults, of restarts
 MOST_PICTURED = 16  # ranks
 NUM_NAMED = 8  # in one note
 SPOKEN = {"norm": "Gradient norm", "rate": "Learning rate"}
-CHOSEN = 6  # steps of the timeline that are not asked for
-
-Shown = tuple[list[Event], list[Bubble]]
-"""What the timeline shows of one rank in one step."""
 
 
 def write_report(path: Path, out: Path | None, steps: Sequence[int], trace_steps: int) -> Iterator[str]:
@@ -71,10 +69,15 @@ def write_report(path: Path, out: Path | None, steps: Sequence[int], trace_steps
         yield f"{'note':<7}{note}"
     for label, text in summary_lines(insight.breakdowns, insight.slow, insight.advice, insight.pipeline):
         yield f"{label:<7}{text}"
-    written = [_write(out / PAGE, render(data)), _write(out / FIGURES, to_json(data))]
+    charts = _step_charts(tapes, insight, data)
+    pictures = {"timeline": [(name, png_of(chart)) for name, chart in charts.items()], **_run_charts(data)}
+    written = [out / PAGE, out / FIGURES]
+    for file, text in zip(written, (render(data, pictures), to_json(data)), strict=True):
+        replace_text(file, text)
     part = sorted({row.step for rows in insight.rows.values() for row in rows})
     written += _traces(tapes, data, out / FOLDER, part[-trace_steps:] if trace_steps > 0 else [])
-    written += _picture(tapes, insight, data, out / FOLDER / PICTURE)
+    for chart in [*charts.values()][:1]:
+        written += save(chart, out / FOLDER / PICTURE)
     for file in written:
         yield f"{'wrote':<7}{printable(str(file))}"
 
@@ -114,7 +117,7 @@ def report_data(path: Path, steps: Sequence[int] = ()) -> tuple[Fields, RunTrace
     data = {
         "format": FORMAT,
         "run": {**about, "first_step": min(part, default=0), "notes": notes},
-        "advice": [_advice(one) for one in insight.figures()["advice"]],
+        "advice": [{name.rstrip("_"): x for name, x in asdict(one).items()} for one in insight.advice],
         "slow": _slow(insight),
         "breakdown": {"parts": _parts(insight), "ranks": [_breakdown(row) for row in insight.breakdowns]},
         **_pipeline(insight),
@@ -164,80 +167,19 @@ def _chosen(
     steady = sorted([*times][WARM_UP:] or times, key=times.__getitem__)
     if not steady:
         return []
-    first, last = min(times), max(times)
     why = [(steady[len(steady) // 2], "median"), (steady[-1], "slowest"), (steady[0], "fastest")]
-    why += [(first, "first"), (last, "last"), (sorted(times)[len(times) // 2], "half-way")]
     seen: dict[int, str] = {}
     for step, reason in why:
         seen.setdefault(step, reason)
-    return list(seen.items())[:CHOSEN]
+    return list(seen.items())
 
 
 def _timeline(tapes: RunTraces, chosen: Sequence[tuple[int, str]], notes: list[str]) -> Fields:
-    lanes, names = list(LANES), list[str]()
-    shown: list[Fields] = []
-    room = MOST_EVENTS
-    for step, why in chosen:
-        ranks = _shown(tapes, step)
-        size = sum(map(_size, ranks.values()))
-        if shown and size > room:
-            notes.append(f"the page's timeline has no room for step {step}") if why == "asked for" else None
-            continue
-        while len(ranks) > 1 and sum(map(_size, ranks.values())) > room:
-            ranks.popitem()
-        if len(ranks) < (num_ranks := len(tapes.ranks(step))):
-            notes.append(f"step {step}: the page shows the first {len(ranks)} of {num_ranks} ranks")
-        shown.append({"step": step, "why": why, **_step(tapes, step, ranks, lanes, names)})
-        room -= size
-    return {
-        "lanes": lanes,
-        "names": names,
-        "clock_error_us": tapes.error_ns / 1e3 if tapes.traces else None,
-        "steps": shown,
-    }
-
-
-def _shown(tapes: RunTraces, step: int) -> dict[int, Shown]:
-    """By rank, what is to be seen of it in ``step``."""
-    timeline = tapes.timeline(step)
-    found = {rank: timeline.of(rank, step) for rank in tapes.ranks(step)}
-    return {rank: (events, bubbles(events)) for rank, events in found.items()}
-
-
-def _size(seen: Shown) -> int:
-    return len(seen[0]) + len(seen[1])
-
-
-def _step(
-    tapes: RunTraces, step: int, seen: Mapping[int, Shown], lanes: list[str], names: list[str]
-) -> Fields:
-    windows = {rank: tapes.traces[rank].windows[step] for rank in seen}
-    origin = min(begin for begin, _ in windows.values())
-
-    def number(known: list[str], name: str) -> int:
-        if name not in known:
-            known.append(name)
-        return known.index(name)
-
-    def span(start_ns: int, end_ns: int) -> list[float]:
-        return [round((start_ns - origin) / 1e3, 1), round((end_ns - start_ns) / 1e3, 1)]
-
-    ranks = [
-        {
-            "rank": rank,
-            "host": tapes.traces[rank].host,
-            "begin_us": (windows[rank][0] - origin) / 1e3,
-            "end_us": (windows[rank][1] - origin) / 1e3,
-            "events": [
-                [number(lanes, e.lane), number(names, e.name), *span(e.start_ns, e.end_ns),
-                 e.bytes, e.leaf, e.bucket, e.peer, e.stage]
-                for e in events
-            ],
-            "bubbles": [[*span(b.start_ns, b.end_ns), b.cause, b.peer] for b in waits],
-        }
-        for rank, (events, waits) in seen.items()
-    ]  # fmt: skip
-    return {"length_us": max(end - origin for _, end in windows.values()) / 1e3, "ranks": ranks}
+    """Which steps are pictured, of which ranks."""
+    shown = [{"step": step, "why": why, "ranks": tapes.ranks(step)[:MOST_PICTURED]} for step, why in chosen]
+    if (num_ranks := max((len(tapes.ranks(step)) for step, _ in chosen), default=0)) > MOST_PICTURED:
+        notes.append(f"pictures of steps show the first {MOST_PICTURED} of {num_ranks} ranks")
+    return {"clock_error_us": tapes.error_ns / 1e3 if tapes.traces else None, "steps": shown}
 
 
 def _over_time(rows: Mapping[int, Sequence[Parts]]) -> Fields:
@@ -247,11 +189,11 @@ def _over_time(rows: Mapping[int, Sequence[Parts]]) -> Fields:
     for rank, each in rows.items():
         by_step = {row.step: row.totals() | {"wall": row.wall} for row in each}
         found = [by_step.get(step) for step in taken]
-
-        def curve(name: str, found: Sequence[Mapping[str, float] | None] = found) -> list[float | None]:
-            return [None if row is None else round(row[name] * 1e3, 3) for row in found]
-
-        told.append({"rank": rank, "wall": curve("wall"), "parts": {name: curve(name) for name in PARTS}})
+        curves = {
+            name: [None if row is None else round(row[name] * 1e3, 3) for row in found]
+            for name in ("wall", *PARTS)
+        }
+        told.append({"rank": rank, "wall": curves.pop("wall"), "parts": curves})
     return {"steps": taken, "ranks": told}
 
 
@@ -284,15 +226,9 @@ def _thinned(values: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
 
 def _breakdown(row: RankBreakdown) -> Fields:
     return {
-        "rank": row.rank,
-        "steps": row.steps,
-        "wall_ms": row.wall_s * 1e3,
-        "median_ms": row.median_s * 1e3,
-        "parts": _in_ms(row.parts),
-        "causes": _in_ms(row.causes),
-        "hosts": _in_ms(row.hosts),
-        "hidden_ms": row.hidden_s * 1e3,
-        "unattributed_share": row.unattributed_share,
+        **{name: getattr(row, name) for name in ("rank", "steps", "unattributed_share", "slowdown")},
+        **{f"{name}_ms": getattr(row, f"{name}_s") * 1e3 for name in ("wall", "median", "hidden")},
+        **{name: _in_ms(getattr(row, name)) for name in ("parts", "causes", "hosts")},
     }
 
 
@@ -343,20 +279,10 @@ def _bucket(row: BucketRow) -> Fields:
 
 
 def _slow(insight: Analysis) -> Fields | None:
-    slow = insight.slow
-    if slow is None:
+    if (slow := insight.slow) is None:
         return None
-    return {
-        "rank": slow.rank,
-        "phase": slow.phase,
-        "since": slow.since,
-        "excess_ms": slow.excess_s * 1e3,
-        "share": slow.share,
-    }
-
-
-def _advice(fields: Fields) -> Fields:
-    return {name.rstrip("_"): value for name, value in fields.items()}
+    told = {name: getattr(slow, name) for name in ("rank", "phase", "since", "share")}
+    return {**told, "excess_ms": slow.excess_s * 1e3}
 
 
 def _start(line: Fields) -> Fields:
@@ -381,36 +307,54 @@ def _traces(tapes: RunTraces, data: Fields, folder: Path, steps: Sequence[int]) 
     return write_traces(timeline, folder, world_size=tapes.world_size, hosts=hosts, backend=backend)
 
 
-def _picture(tapes: RunTraces, insight: Analysis, data: Fields, path: Path) -> list[Path]:
-    """The median step, or the one that was asked for."""
-    shown = data["timeline"]["steps"]
-    if not shown:
-        return []
-    step, run = shown[0]["step"], data["run"]
-    ranks, num = tapes.ranks(step)[:MOST_PICTURED], len(tapes.ranks(step))
-    known = step >= run["first_step"]  # how a step of an earlier part was made is not told
-    how, bubble = run["strategy"], ""
-    if insight.pipeline is not None:
-        how = f"in a pipeline: {insight.pipeline.schedule or 'a schedule of its own'}"
-        share = in_percent(insight.pipeline.bubble)
-        bubble = f"; bubble of all steps {share}; {formula_of(insight.pipeline)}"
-    return step_chart(
-        tapes.timeline(step),
-        path,
-        step=step,
-        ranks=ranks,
-        title=_no_formula(f"One step on {num} rank{'s' * (num != 1)}" + known * f", {how}"),
-        subtitle=_no_formula(
-            f"{run['name']}, step {step} ({shown[0]['why']})" + known * f", backend {run['backend']}{bubble}"
-        ),
-    )
+def _step_charts(tapes: RunTraces, insight: Analysis, data: Fields) -> dict[str, Figure]:
+    """By their names, the steps that are shown."""
+    run, charts = data["run"], {}
+    for shown in data["timeline"]["steps"]:
+        step, num = shown["step"], len(tapes.ranks(shown["step"]))
+        known = step >= run["first_step"]  # how a step of an earlier part was made is not told
+        how, bubble = run["strategy"], ""
+        if insight.pipeline is not None:
+            how = f"in a pipeline: {insight.pipeline.schedule or 'a schedule of its own'}"
+            share = in_percent(insight.pipeline.bubble)
+            bubble = f"; bubble of all steps {share}; {formula_of(insight.pipeline)}"
+        name = f"step {step} ({shown['why']})"
+        charts[name] = step_chart(
+            tapes.timeline(step),
+            step=step,
+            ranks=shown["ranks"],
+            title=_no_formula(f"One step on {num} rank{'s' * (num != 1)}" + known * f", {how}"),
+            subtitle=_no_formula(f"{run['name']}, {name}" + known * f", backend {run['backend']}{bubble}"),
+        )
+    return charts
+
+
+def _run_charts(data: Fields) -> Pictures:
+    """The parts of the steps, on average over the ranks, and the curves."""
+    over, curves = data["over_time"], data["curves"]
+    parts = {
+        name: [fmean(known) if (known := [x for x in at if x is not None]) else None
+               for at in zip(*(rank["parts"][name] for rank in over["ranks"]), strict=True)]
+        for name in data["breakdown"]["parts"]
+    }  # fmt: skip
+    stacked = [("the parts of every step", stacked_parts(over["steps"], parts))] if over["steps"] else []
+    rate = throughput_name(curves)
+    drawn: dict[str, Any] = {
+        "Loss (dots: held out)" if curves["held_out"] else "Loss": (curves["steps"], curves["loss"], False),
+        "Time per step in ms": (curves["steps"], curves["step_ms"], True),
+        rate.replace("_per_s", " per second").capitalize(): (curves["steps"], curves[rate], True),
+        **{name: (*zip(*points, strict=True), False) for name, points in curves["figures"].items()},
+    }
+    return {
+        "over_time": stacked,
+        "curves": [
+            (name, curve(steps, values, curves["held_out"] * name.startswith("Loss ("), from_zero=from_zero))
+            for name, (steps, values, from_zero) in drawn.items()
+            if any(value is not None for value in values)
+        ],
+    }
 
 
 def _no_formula(text: str) -> str:
     """What matplotlib shall not take for one."""
     return text.replace("$", r"\$")
-
-
-def _write(path: Path, text: str) -> Path:
-    replace_text(path, text)
-    return path

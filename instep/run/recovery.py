@@ -20,8 +20,8 @@ overwritten until the write has ended.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,16 +35,10 @@ from instep.checkpoint.background import Saver
 from instep.checkpoint.contract import Changes, changes
 from instep.checkpoint.image import StateImage, source_of
 from instep.checkpoint.load import newest, restore, restore_found
-from instep.checkpoint.manifest import Json, Manifest
+from instep.checkpoint.manifest import Json, Manifest, parse_json
 from instep.elastic.heartbeat import Heartbeat
 from instep.elastic.rendezvous import ControlChannel
-from instep.elastic.snapshot import (
-    Snapshot,
-    SnapshotHandle,
-    SnapshotInterval,
-    common_step,
-    tensor_bytes,
-)
+from instep.elastic.snapshot import Snapshot, SnapshotHandle, SnapshotInterval, common_step
 from instep.errors import CheckpointRejected, ContractBroken, ReplicasDiffer
 from instep.net.agree import all_or_none, on_first_rank
 from instep.record.directory import CHECKPOINTS
@@ -72,7 +66,6 @@ def restore_newest(
         ContractBroken: the newest checkpoint is of another configuration, and that was not accepted.
         ReplicasDiffer: ranks that have made the same steps hold different bits.
     """
-    checkpoints.give_up()
     world = training.mesh.world.group
     steps = _known_steps(training)
     source, told = "a survivor", dict[str, Any]()
@@ -166,8 +159,15 @@ def take(training: ScriptTraining, images: Sequence[StateImage]) -> None:
     """Give ``training`` the state of ``images``, one of each writer. Collective where it is divided."""
     source, options = source_of(images)
     run = images[0].body["run"]
-    training.rank_state.restoring()
-    restore(training.state, source, options, run["step"], None)
+    with _taken(training, run):
+        restore(training.state, source, options, run["step"], None)
+
+
+@contextmanager
+def _taken(training: ScriptTraining, run: Mapping[str, Any]) -> Iterator[None]:
+    """The block gives ``training`` the state at which ``run`` was."""
+    training.rank_state.restoring()  # until the end of the block, and where it raises, it has nothing
+    yield
     training.rank_state.restored(run["step"], run["last"])
     training.carry_on(run["carried"])
 
@@ -200,7 +200,8 @@ def _opened(snapshot: Snapshot, step: int) -> StateImage:
     """The state after ``step`` in ``snapshot``."""
     half = snapshot.halves[step]
     memory = snapshot.bytes_of(half, 0, snapshot.tensor_bytes)
-    return StateImage.opened(snapshot.description(half) or b"", memory)
+    body = parse_json(snapshot.description(half) or b"", image.DESCRIPTION_BYTES)
+    return StateImage.opened(body, memory)
 
 
 class InitialState:
@@ -245,14 +246,11 @@ class Copy:
     def put(self, training: ScriptTraining) -> None:
         """Give it to ``training``, once. Collective where the state is divided."""
         options, run = self._image.body["options"], self._image.body["run"]
-        state = training.rank_state
-        holds = state.holds
-        state.restoring()
-        training.state.put(list(self._image.shards.values()), options)
-        training.state.resume_at(run["step"], options)
-        state.restored(run["step"], run["last"])
-        training.carry_on(run["carried"])
-        state.holds = holds
+        holds = training.rank_state.holds
+        with _taken(training, run):
+            training.state.put(list(self._image.shards.values()), options)
+            training.state.resume_at(run["step"], options)
+        training.rank_state.holds = holds
         training.state.settled()
 
 
@@ -340,11 +338,12 @@ class Snapshots:
             self._rows = rows_of(own)
         self._copied = own
         description, live = describe(training, own, self._rows), [shard.tensor for shard in own]
+        size = image.num_bytes(own)
         self._own = self._own or self._left_by_another(group.size)
-        if self._own is not None and self._own.fits(description, live) and not self._is_read:
+        if self._own is not None and self._own.fits(len(description), size) and not self._is_read:
             self._own.write(description, live, training.steps_done)
             return
-        room = 2 * len(description), tensor_bytes(live)
+        room = 2 * len(description), size
         self._own = Snapshot.create(*room) if self._own is None else self._own.grown(*room)
         self._own.write(description, live, training.steps_done)
         self._member.hand_over(self._own, group.rank, group.size, self._begun)
@@ -454,10 +453,9 @@ class Checkpoints:
         found_changes = require_fit(found.manifest, training, self.path)
         if found.manifest.frozen and training.state.is_divided:
             training.put_built()
-        training.rank_state.restoring()
-        restore_found(found, training.state)
-        training.rank_state.restored(found.manifest.step, None)
-        training.carry_on(found.manifest.extra)
+        run = {"step": found.manifest.step, "last": None, "carried": found.manifest.extra}
+        with _taken(training, run):
+            restore_found(found, training.state)
         notes = [f"passed over {reason}" for _, reason in found.rejected]
         notes.append(f"resumed from {found.path}, step {found.manifest.step}")
         notes += [f"note: {line}" for line in _first(found_changes.noted)]

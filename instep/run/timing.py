@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from instep.events import STEP, Event, Recorder, Timeline
-from instep.timeline.breakdown import RankBreakdown, Sums, breakdown, parts, slowdown, sums
+from instep.timeline.breakdown import Parts, RankBreakdown, breakdown, parts, slowdown
 from instep.timeline.straggler import OwnTimes, SlowRank, find_slow_rank
 
 NUM_OWN = len(OwnTimes(0, 0, 0, 0.0, 0.0, 0.0, 0.0).to_list())
@@ -28,8 +28,8 @@ class Timing:
     def __init__(self, recorder: Recorder, num_ranks: int) -> None:
         self.recorder = recorder
         self.own = [0.0] * NUM_OWN  # of the step before; zeros before there is one
-        self._made: Sums | None = None  # of the open step, until what follows it
-        self._bookkeeping_ns = 0  # of this step
+        self._made: Parts | None = None  # of the open step, until what follows it
+        self._bookkeeping_ns = 0  # of this step, since ``waits``
         self._num_ranks = num_ranks
         self._heard: deque[Sequence[float]] = deque(maxlen=REMEMBERED * num_ranks)
         recorder.by_optimizer = False
@@ -38,9 +38,8 @@ class Timing:
         """A step begins, and the one before has ended."""
         if self._made is not None:
             after_ns = time.monotonic_ns() - self._made.end_ns
-            self.own = OwnTimes.of_sums(self._made, after_ns, self._bookkeeping_ns).to_list()
+            self.own = OwnTimes.of(self._made, after_ns / 1e9, self._bookkeeping_ns / 1e9).to_list()
             self._made = None
-        self._bookkeeping_ns = 0
         self.recorder.begin_step(step)
 
     @contextmanager
@@ -67,10 +66,9 @@ class Timing:
         travelled, in which another rank was not ready, and in which a pipeline's other stages were waited
         for."""
         with self.bookkeeping("timing"):
-            self._made = made = sums(self.recorder.so_far())
-            if made is None:
-                return 0.0, 0.0, 0.0
-            return made.exposed / 1e9, made.waiting / 1e9, made.bubble / 1e9
+            self._made = made = parts(self.recorder.so_far())
+            self._bookkeeping_ns = 0
+            return (made.exposed_s, made.waiting_s, made.bubble_s) if made else (0.0, 0.0, 0.0)
 
     def slow(self, steps: int = LOOKED_AT) -> SlowRank | None:
         """The rank that holds the others up, as far as the last ``steps`` tell."""

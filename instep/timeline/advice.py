@@ -457,8 +457,7 @@ def hiding_cost(run: RunMeasurements, model: ExchangeModel) -> HidingCost:
     """
     setting = run.setting
     if run.slowdown is not None and setting.overlaps:
-        slowdown = max(run.slowdown, 0.0)
-        return HidingCost(measured=slowdown / (1 + slowdown))
+        return HidingCost(measured=run.slowdown / (1 + run.slowdown))
     busy = busy_share(setting.ranks_per_host, setting.threads, setting.cores)
     if setting.hosts == 1:
         return HidingCost(busy)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from instep.events import GRADIENT_SYNC, Event
 from instep.timeline.bubbles import BACKWARD, PHASES, StepWindow, find_bubbles, idle_intervals
-from instep.timeline.intervals import Interval, difference, intersection, total_ns, union, union_ns
+from instep.timeline.intervals import Interval, difference, intersection, total_ns, union
 
 PARTS = COMPUTE, EXPOSED, WAITING, BUBBLE, DATA, UPDATE, HOST, UNATTRIBUTED = (
     "compute",
@@ -101,68 +101,6 @@ class Parts:
             self.unattributed,
         )
         return dict(zip(PARTS, figures, strict=True))
-
-
-class Sums(NamedTuple):
-    """What a step's time comes to, in nanoseconds; ``rest`` is host code and what no event tells of.
-
-    The figures of ``Parts`` without whose and of what they are, which take most of its time: a rank has these
-    after every step, and tells the others.
-    """
-
-    rank: int
-    step: int
-    start_ns: int
-    end_ns: int
-    compute: int
-    exposed: int
-    waiting: int
-    bubble: int
-    data: int
-    update: int
-    rest: int
-    micro_batches: int
-    stage: int  # the first one that the rank has; -1: there is no pipeline
-
-
-def sums(events: Sequence[Event]) -> Sums | None:
-    """The sums of one rank's step, from its events; None if the step has not ended."""
-    window = StepWindow.of(events)
-    if window is None:
-        return None
-    exposed = waiting = bubble = 0
-    covered = []
-    for start, end, cause, peer in find_bubbles(window):
-        covered.append((start, end))
-        if cause in PHASES:
-            bubble += end - start
-        elif peer < 0:
-            exposed += end - start
-        else:
-            waiting += end - start
-    covered_ns = exposed + waiting + bubble
-    figures = []
-    for kind in (window.compute, window.update, window.data):  # of each, what is not covered before
-        covered += kind
-        before_ns, covered_ns = covered_ns, union_ns(covered)
-        figures.append(covered_ns - before_ns)
-    compute, update, data = figures
-    rest = window.end_ns - window.start_ns - covered_ns
-    return Sums(
-        window.rank,
-        window.step,
-        window.start_ns,
-        window.end_ns,
-        compute,
-        exposed,
-        waiting,
-        bubble,
-        data,
-        update,
-        rest,
-        window.micro_batches,
-        min(window.stages, default=-1),
-    )
 
 
 def parts(events: Sequence[Event]) -> Parts | None:

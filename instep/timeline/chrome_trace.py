@@ -28,7 +28,7 @@ import gzip
 import json
 import os
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, count, islice
 from pathlib import Path
@@ -55,19 +55,17 @@ def write_traces(
     *,
     world_size: int,
     hosts: Mapping[int, str] | None = None,
-    steps: Collection[int] | None = None,
     backend: str = "unknown",
 ) -> list[Path]:
     """Write ``timeline`` into ``folder``, which is made: the trace of all ranks, and one for each rank.
 
-    ``hosts`` are names by rank, ``steps`` those to write (None: everything), ``backend`` is for HTA.
-    The files are written event by event; an older one is written over.
+    ``hosts`` are names by rank, ``backend`` is for HTA. The files are written event by event; an older one is
+    written over.
 
     Raises:
         OSError: a file cannot be written.
     """
-    only = None if steps is None else frozenset(steps)
-    events = [event for event in timeline.events if only is None or event.step in only]
+    events = timeline.events
     base_ns = min((event.start_ns for event in events), default=0)
     chosen = sorted({event.step for event in events if event.step >= 0})
     ranks = sorted({event.rank for event in events})

@@ -65,16 +65,6 @@ def intersection(these: Sequence[Interval], those: Sequence[Interval]) -> list[I
     return found
 
 
-def union_ns(intervals: Iterable[Interval]) -> int:
-    """Nanoseconds in ``union(intervals)``."""
-    total, reached = 0, -(1 << 63)
-    for start, stop in sorted(intervals):
-        if stop > reached:
-            total += stop - (start if start > reached else reached)
-            reached = stop
-    return total
-
-
 def total_ns(these: Iterable[Interval]) -> int:
     """Nanoseconds in a set."""
     return sum([end - start for start, end in these])

@@ -26,14 +26,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import tempfile
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from instep.events import GRADIENT_SYNC, STEP, Event, Timeline
 from instep.regular_files import open_regular
@@ -73,12 +72,6 @@ FIX = (
     "torch._C._profiler._ExperimentalConfig(profile_all_threads=True))"
 )
 DATA, OPTIMIZER, ISSUING = "enumerate(DataLoader)", "Optimizer.step#", "issuing"
-
-
-class Profile(Protocol):
-    """``torch.profiler.profile``, after it has stopped."""
-
-    def export_chrome_trace(self, path: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -131,31 +124,16 @@ class ProfileFigures:
     total: DeviceTimes
 
 
-def read_profile(profile: Profile | Path | str, rank: int | None = None) -> tuple[Timeline, ProfileFigures]:
-    """The timeline of a ``torch.profiler.profile``, or of its chrome trace (.json or .json.gz), and figures.
+def read_profile(path: Path | str, rank: int | None = None) -> tuple[Timeline, ProfileFigures]:
+    """The timeline of a chrome trace of ``torch.profiler`` (.json or .json.gz), and its figures.
 
-    ``rank``: None for what the profile says, or 0. torch lets a profile be exported only once, so export one
-    that is to be kept, and pass the file.
+    ``rank``: None for what the profile says, or 0.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is damaged, cut off, too large, or no profile; or threads that had work are not in it.
     """
-    if isinstance(profile, str):
-        profile = Path(profile)
-    if isinstance(profile, Path):
-        records, found = _read_records(profile, profile.name)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "profile.json"
-            try:
-                profile.export_chrome_trace(str(path))
-            except (AssertionError, RuntimeError) as error:
-                raise ValueError(
-                    f"the profile cannot be exported ({error or 'it has not begun'}): torch exports one "
-                    "once, after it has stopped; if it has been exported, pass the file"
-                ) from error
-            records, found = _read_records(path, "the profile")
+    records, found = read_records(Path(path))
     return _Converter(records, found if rank is None else rank).convert()
 
 
@@ -165,7 +143,15 @@ def read_records(path: Path) -> tuple[list[ProfileRecord], int]:
     Raises:
         OSError, ValueError: as ``read_profile``.
     """
-    return _read_records(path, str(path))
+    trace = _load(path)
+    records = sorted(_records(trace, path), key=lambda record: (record.start_ns, -record.end_ns))
+    if not any(record.kind in (OPERATOR, KERNEL) for record in records):
+        raise ValueError(
+            f"{path} has neither operators nor kernels in it: it is no profile of torch.profiler"
+        )
+    info = trace.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    return records, rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else 0
 
 
 def figures_of(records: Sequence[ProfileRecord], rank: int) -> ProfileFigures:
@@ -365,42 +351,22 @@ def _outermost(records: Iterable[ProfileRecord]) -> Iterator[tuple[str, Interval
             reached = record.end_ns
 
 
-def _read_records(path: Path, what: str) -> tuple[list[ProfileRecord], int]:
-    """The records in file ``path``, by their start, the longer ones first, and the rank (0 if it says none).
-
-    ``what`` is what errors call the file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is damaged, cut off, too large, or no profile.
-    """
-    trace = _load(path, what)
-    records = sorted(_records(trace, what), key=lambda record: (record.start_ns, -record.end_ns))
-    if not any(record.kind in (OPERATOR, KERNEL) for record in records):
-        raise ValueError(
-            f"{what} has neither operators nor kernels in it: it is no profile of torch.profiler"
-        )
-    info = trace.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    return records, rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else 0
-
-
-def _load(path: Path, what: str) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     with open(path, "rb", opener=open_regular) as raw:  # which does not wait for a pipe
         packed = raw.read(len(GZIP)) == GZIP
         raw.seek(0)
         try:
             data = (gzip.GzipFile(fileobj=raw) if packed else raw).read(MAX_BYTES + 1)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{what} is damaged or cut off: it cannot be unpacked ({error})") from error
+            raise ValueError(f"{path} is damaged or cut off: it cannot be unpacked ({error})") from error
     if len(data) > MAX_BYTES:
-        raise ValueError(f"{what} holds more than {MAX_BYTES} bytes of JSON: profile fewer steps")
+        raise ValueError(f"{path} holds more than {MAX_BYTES} bytes of JSON: profile fewer steps")
     try:
         trace = _parse(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is damaged or cut off: it is not JSON ({error})") from error
+        raise ValueError(f"{path} is damaged or cut off: it is not JSON ({error})") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ValueError(f'{what} is no profile: expected an object with a list "traceEvents"')
+        raise ValueError(f'{path} is no profile: expected an object with a list "traceEvents"')
     return trace
 
 
@@ -415,12 +381,12 @@ def _escape_quotes(name: re.Match[bytes]) -> bytes:
     return name[1] + QUOTE.sub(rb'\\"', name[2]) + name[3]
 
 
-def _records(trace: Mapping[str, Any], what: str) -> Iterator[ProfileRecord]:
+def _records(trace: Mapping[str, Any], path: Path) -> Iterator[ProfileRecord]:
     base_ns = trace.get("baseTimeNanoseconds", 0)
     if not isinstance(base_ns, int) or abs(base_ns) > MAX_MICROSECONDS * 1e3:
-        raise ValueError(f'{what}: expected nanoseconds as "baseTimeNanoseconds", got {_shown(base_ns)}')
+        raise ValueError(f'{path}: expected nanoseconds as "baseTimeNanoseconds", got {_shown(base_ns)}')
     for number, event in enumerate(trace["traceEvents"]):
-        where = f"{what}, event {number}"
+        where = f"{path}, event {number}"
         if not isinstance(event, dict):
             raise ValueError(f"{where}: expected an object, got {_shown(event)}")
         category = event.get("cat")

@@ -1,9 +1,8 @@
-"""The report on a run as one HTML file that needs nothing else: text from here, charts by its own script.
+"""The report on a run as one static HTML file that needs nothing else: text, tables and pictures.
 
-The page loads nothing and may load nothing: its Content-Security-Policy names the hashes of its one style and
-its one script, and allows no address. What is in a report is untrusted (a run may be called ``<script>``):
-``json_safe`` keeps what any file can hold, jinja escapes it in the markup, and the copy for the script is
-JSON without ``<``, ``>`` and ``&``.
+The page loads nothing and may load nothing, nor run a script: its Content-Security-Policy names the hash of
+its one style, and allows no address. What is in a report is untrusted (a run may be called ``<script>``):
+``json_safe`` keeps what any file can hold, and jinja escapes it.
 """
 
 from __future__ import annotations
@@ -15,50 +14,53 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader, Undefined
 from markupsafe import Markup
 
-from instep.timeline.breakdown import BUBBLE, COMPUTE, DATA, EXPOSED, HOST, UNATTRIBUTED, UPDATE, WAITING
+from instep.timeline.breakdown import (
+    BUBBLE,
+    COMPUTE,
+    DATA,
+    EXPOSED,
+    HOST,
+    PARTS,
+    UNATTRIBUTED,
+    UPDATE,
+    WAITING,
+)
+from instep.timeline.palette import COLOURS
 
 FILES = Path(__file__).parent / "page"
-SCRIPTS = (
-    "elements.js",
-    "chart.js",
-    "curves.js",
-    "layout.js",
-    "paint.js",
-    "pointer.js",
-    "timeline.js",
-    "page.js",
-)
 NOTHING = "\u2013"
 MOST_DEPTH = 20  # of what lies in each other
 WORTH_SAYING = 0.03  # of a step; the headline leaves out what takes less
-SPECIAL = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 STATES = {
     "running": "The run is still going: these are its figures so far.",
     "ended early": "The run ended early: what it had recorded until then is here.",
     "failed": "The run failed: what it had recorded until then is here.",
 }
 
+Pictures: TypeAlias = Mapping[str, Sequence[tuple[str, bytes]]]
+"""By the page's section "timeline", "over_time" or "curves": captions, each with a PNG."""
 
-def render(report: Mapping[str, Any]) -> str:
+
+def render(report: Mapping[str, Any], pictures: Pictures | None = None) -> str:
     """The page of ``report``, which has the shape of ``report.json``; any section may be missing."""
     safe = json_safe(report)
-    style = (FILES / "page.css").read_text()
-    script = _script()
+    colours = {_slug(name): COLOURS[name] for name in PARTS}
+    rules = (f".{name} {{ background: {colour}; fill: {colour}; }}\n" for name, colour in colours.items())
+    style = (FILES / "page.css").read_text() + "".join(rules)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return (
         _environment()
         .get_template("page.html.jinja")
         .render(
             report=safe,
-            data=Markup(_embedded(safe)),
+            pictures=pictures or {},
             style=Markup(style),
-            script=Markup(script),
-            style_hash=_hash(style),
-            script_hash=_hash(script),
+            style_hash=f"sha256-{digest}",
             headline=headline(safe),
             mean=mean_parts(safe),
             state=STATES.get(str((safe.get("run") or {}).get("state")), ""),
@@ -118,25 +120,18 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "ms": _milliseconds, "number": _number, "percent": _percent, "flat": _flat, "columns": _columns,
-        "slug": lambda name: str(name).replace(" ", "-"), "figure": _figure,
+        "slug": _slug, "figure": _figure, "source": _source,
     }  # fmt: skip
     return environment
 
 
-def _script() -> str:
-    """The scripts, in one scope of their own."""
-    text = "\n".join((FILES / name).read_text() for name in SCRIPTS)
-    return f'(() => {{\n"use strict";\n{text}}})();\n'
+def _slug(name: object) -> str:
+    return str(name).replace(" ", "-")
 
 
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _embedded(report: Any) -> str:
-    """JSON that neither ends a script element nor begins a comment in one."""
-    text = json.dumps(report, allow_nan=False, separators=(",", ":"))
-    return "".join(SPECIAL.get(letter, letter) for letter in text)
+def _source(png: bytes) -> str:
+    """A picture as the address of an image, which has it whole."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _is_number(value: Any) -> bool:

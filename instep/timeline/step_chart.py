@@ -53,7 +53,7 @@ from instep.pipeline.actions import SPANS
 from instep.pipeline.actions import WEIGHT_GRADIENT as W
 from instep.timeline import style
 from instep.timeline.bubbles import DRAIN, FILL, PHASES, STEADY, StepWindow, bubbles
-from instep.timeline.style import GRID, INK, MUTED
+from instep.timeline.palette import COLOURS, GRID, INK, MUTED
 
 TRAINS, SENDS = "compute", "communication"  # the rows of a rank
 # Kinds of boxes, besides the causes of bubbles in which messages travel.
@@ -129,14 +129,13 @@ SEVERAL = Size(width=9.5, trains=0.27, sends=0.17, apart=0.1)
 
 def step_chart(
     timeline: Timeline,
-    path: str | Path,
     *,
     step: int,
     title: str = "",
     subtitle: str = "",
     ranks: Sequence[int] | None = None,
-) -> list[Path]:
-    """Draw ``step`` of all ranks, or of ``ranks``; as SVG and as PNG, both named after ``path``.
+) -> Figure:
+    """Draw ``step`` of all ranks, or of ``ranks``.
 
     Raises:
         ValueError: these ranks have no events of this step.
@@ -144,7 +143,7 @@ def step_chart(
     with style.styled():
         one = panel(timeline, step, ranks)
         size = ONE if one.phases_ns is None else replace(ONE, width=SEVERAL.width)  # many boxes, with numbers
-        return style.save(draw([one], size, title, subtitle), path)
+        return draw([one], size, title, subtitle)
 
 
 def side_by_side(
@@ -451,7 +450,7 @@ def _phases(axes: Axes, one: Panel, layout: PanelLayout, per_ms: float) -> None:
 
 
 def _name(axes: Axes, one: Panel) -> None:
-    colour = style.COLOURS.get(one.name, INK)
+    colour = COLOURS.get(one.name, INK)
     at: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
     axes.annotate(one.name, (0, 1), (0, 4), color=colour, fontsize=12, fontweight="bold", **at)
     beside = _inches(one.name, 12, bold=True) * 72 + 8
@@ -515,9 +514,9 @@ def _write(axes: Axes, text: str, at: tuple[float, float], kind: str) -> None:
 
 def _look(kind: str) -> dict[str, Any]:
     if kind not in BUBBLES:
-        return {"facecolor": style.COLOURS[kind], "linewidth": 0}
+        return {"facecolor": COLOURS[kind], "linewidth": 0}
     named = {SLOWER: SLOWER, **dict.fromkeys(PHASES, "waits for another stage")}
-    colour = style.COLOURS[named.get(kind, "waits for messages")]
+    colour = COLOURS[named.get(kind, "waits for messages")]
     hatch = HATCHES.get(kind, OTHER_HATCH)
     return {"facecolor": "white", "edgecolor": colour, "hatch": hatch, "linewidth": 0}
 

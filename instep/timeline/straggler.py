@@ -10,7 +10,7 @@ from math import sqrt
 from statistics import median, quantiles
 
 from instep.events import BOOKKEEPING
-from instep.timeline.breakdown import Parts, Sums
+from instep.timeline.breakdown import Parts
 
 PHASES = COMPUTE, DATA, HOST = "its own compute", "its data", "its host code"
 LEAST_STEPS = 5
@@ -33,33 +33,21 @@ class OwnTimes:
     stage: int = -1  # the first that it has of a pipeline's; -1: there is none
 
     @classmethod
-    def of(cls, parts: Parts) -> OwnTimes:
+    def of(cls, parts: Parts, after_s: float = 0.0, bookkeeping_s: float = 0.0) -> OwnTimes:
+        """Of a step that went on for ``after_s`` after its ``parts`` were taken, with host code.
+
+        ``bookkeeping_s``: of this code, the run's own.
+        """
+        named_s = sum(x for name, x in parts.host.items() if name not in BOOKKEEPING)
         return cls(
             parts.rank,
             parts.step,
             parts.micro_batches,
             parts.compute,
             parts.data,
-            sum(x for name, x in parts.host.items() if name not in BOOKKEEPING) + parts.unattributed,
-            parts.wall,
+            max(named_s + parts.unattributed + after_s - bookkeeping_s, 0.0),
+            parts.wall + after_s,
             parts.stage,
-        )
-
-    @classmethod
-    def of_sums(cls, sums: Sums, after_ns: int, bookkeeping_ns: int) -> OwnTimes:
-        """Of a step that went on for ``after_ns`` after its ``sums`` were taken, with host code.
-
-        ``bookkeeping_ns``: of all host code, the run's own.
-        """
-        return cls(
-            sums.rank,
-            sums.step,
-            sums.micro_batches,
-            sums.compute / 1e9,
-            sums.data / 1e9,
-            max(sums.rest + after_ns - bookkeeping_ns, 0) / 1e9,
-            (sums.end_ns - sums.start_ns + after_ns) / 1e9,
-            sums.stage,
         )
 
     def to_list(self) -> list[float]:

@@ -1,15 +1,12 @@
-"""How every chart looks: colours by name, type, margins in inches, and the files.
-
-A name has the same colour in every chart. Colours are those of M. Okabe and K. Ito, "Color universal design",
-2008, which people with any common colour vision tell apart.
-"""
+"""How every chart looks: type, margins in inches, and the files."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,56 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from instep.regular_files import create_over
+from instep.timeline.palette import GRID, INK, MUTED
 
-VIOLET, BROWN, GREY, OLIVE = "#5b3a9b", "#8c6d31", "#8a8f98", "#6b8e23"
-INK, MUTED, GRID = "#1a1a1a", "#5f6368", "#e6e8eb"
-SLATE, ORANGE, SKY, GREEN = "#4a4f57", "#e69f00", "#56b4e9", "#009e73"
-BLUE, VERMILION, PURPLE, YELLOW = "#0072b2", "#d55e00", "#cc79a7", "#b8a200"
-COLOURS = {
-    # ways to do a collective
-    "gloo": VERMILION,
-    "shm": SKY,
-    "shm-in-place": BLUE,
-    "nccl": VIOLET,
-    "naive": PURPLE,
-    "ring": GREEN,
-    "direct": ORANGE,
-    "recursive_doubling": SLATE,
-    "halving_doubling": BROWN,
-    "reduce_broadcast": GREY,
-    "tree": GREY,
-    "scatter_allgather": OLIVE,
-    # strategies, of which naive is above
-    "flat": ORANGE,
-    "overlap": GREEN,
-    "bucketed": BLUE,
-    "DDP": SLATE,
-    "torch DDP": SLATE,
-    "none": OLIVE,
-    "threads": BROWN,
-    "server": VIOLET,
-    "bucketed unordered": SKY,
-    "bucketed 4 MB": SKY,
-    "DDP 4 MB": GREY,
-    # what a rank does in a step
-    "data": OLIVE,
-    "forward": SKY,
-    "backward": BLUE,
-    "input gradient": "#123f73",
-    "weight gradient": YELLOW,
-    "other compute": VIOLET,
-    "update": GREEN,
-    "host code": "#c6cad0",
-    "ready, queued": GREY,
-    "ready, waits for another rank": "#ecd3e1",
-    "headers": BROWN,
-    "exchange": ORANGE,
-    "message between stages": "#f3c56b",
-    "waits for messages": VERMILION,
-    "waits for a slower rank": PURPLE,
-    "waits for another stage": GREY,
-}
-SPARE = (YELLOW, BROWN, GREY, VIOLET, OLIVE)
 STYLE: Any = {
     "svg.hashsalt": "instep",
     "svg.fonttype": "path",
@@ -96,13 +45,6 @@ STYLE: Any = {
 PNG_DPI = 160
 LETTER = 0.083  # inches, on average and at size 10
 EDGE = 0.3  # inches between the figure's edge and its words
-
-
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """The colour of each name; those that no chart knows take the spare ones in turn."""
-    strangers = [name for name in dict.fromkeys(names) if name not in COLOURS]
-    spare = {name: SPARE[i % len(SPARE)] for i, name in enumerate(strangers)}
-    return {name: COLOURS.get(name) or spare[name] for name in names}
 
 
 @contextmanager
@@ -199,8 +141,16 @@ def _within(middle: float, names: list[str], gap: float, low: float, high: float
 def save(figure: Figure, path: str | Path) -> list[Path]:
     """Write the figure as SVG and as PNG, both named after ``path``; the same figure gives the same bytes."""
     svg, png = Path(path).with_suffix(".svg"), Path(path).with_suffix(".png")
-    with os.fdopen(create_over(svg), "wb") as file:
+    with styled(), os.fdopen(create_over(svg), "wb") as file:
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     with os.fdopen(create_over(png), "wb") as file:
-        figure.savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+        file.write(png_of(figure))
     return [svg, png]
+
+
+def png_of(figure: Figure) -> bytes:
+    """The figure as a PNG."""
+    file = io.BytesIO()
+    with styled():
+        figure.savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    return file.getvalue()

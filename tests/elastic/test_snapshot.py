@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -26,9 +26,9 @@ from instep.elastic.snapshot import (
     SnapshotInterval,
     SnapshotStore,
     common_step,
-    tensor_bytes,
 )
 from instep.launch.memory_file import MemoryFile
+from instep.state.stored import offsets
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((), torch.float32),
@@ -43,6 +43,10 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
 def state(number: int) -> list[Tensor]:
     """Tensors in which every element tells the number."""
     return [torch.full(shape, number, dtype=dtype) for shape, dtype in SHAPES]
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    return offsets(x.nbytes for x in tensors)[-1]
 
 
 def description(number: int) -> bytes:
@@ -90,9 +94,10 @@ def test_what_fits_touches_neither_the_other_half_nor_what_lies_behind(sizes: li
     tensors = [torch.full((size,), i + 1, dtype=torch.uint8) for i, size in enumerate(sizes)]
     snapshot = Snapshot.create(length, tensor_bytes(tensors))
     first, second = b"a" * length, b"b" * length
-    assert snapshot.fits(first, tensors)
-    assert not snapshot.fits(first, [*tensors, torch.zeros(65)])
-    assert not snapshot.fits(b"x" * (length + 128), tensors)
+    size = tensor_bytes(tensors)
+    assert snapshot.fits(length, size)
+    assert not snapshot.fits(length, tensor_bytes([*tensors, torch.zeros(65)]))
+    assert not snapshot.fits(length + 128, size)
     snapshot.write(first, tensors)
     snapshot.write(second, [x + 100 for x in tensors])
     snapshot._words.post(0, snapshot._words[0] - 1)  # the other half, as it was
@@ -308,7 +313,7 @@ def test_a_larger_copy_has_what_was_current() -> None:
     assert list(larger.halves) == [6]
     assert_holds(larger, 6)
     tensors = [*state(7), *state(7)]
-    assert larger.fits(b"x" * 400, tensors)
+    assert larger.fits(400, tensor_bytes(tensors))
     larger.write(b"x" * 400, tensors, 7)
     assert sorted(larger.halves) == [6, 7]
 

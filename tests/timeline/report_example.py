@@ -10,15 +10,11 @@ PARTS = (
     "compute", "exposed communication", "waiting for a slower rank", "waiting for data", "update", "host",
     "unattributed",
 )  # fmt: skip
-LANES = ["compute", "communication", "data", "host"]
-NAMES = ["data", "forward", "backward", "exchange", "wait", "gradient sync", "update", IMAGE]
-STEPS = {40: "median", 57: "slowest", 0: "first", 199: "last"}
 SLOW, SINCE = 2, 12
 
 
 def example(ranks: int = 4) -> dict[str, Any]:
     """Everything that a finished run of ``ranks`` ranks tells."""
-    steps = [_step(step, why, ranks) for step, why in STEPS.items()]
     return {
         "format": 1,
         "run": _run(ranks),
@@ -30,7 +26,9 @@ def example(ranks: int = 4) -> dict[str, Any]:
         "over_time": _over_time(ranks),
         "buckets": [_bucket(bucket, ranks) for bucket in range(2)],
         "curves": _curves(),
-        "timeline": {"lanes": [*LANES], "names": [*NAMES], "clock_error_us": 12.0, "steps": steps},
+        "timeline": {
+            "clock_error_us": 12.0, "steps": [{"step": 40, "why": "median", "ranks": [*range(ranks)]}],
+        },
         "contract": {
             "model": {"preset": "bytes-small", "parameters": 16_402_176, "dtype": "float32"},
             "batch": {"global": 64, "micro": 8},
@@ -53,7 +51,7 @@ def killed() -> dict[str, Any]:
         "slow": None,
         "breakdown": None,
         "over_time": {"steps": [], "ranks": []},
-        "timeline": {"lanes": [], "names": [], "clock_error_us": None, "steps": []},
+        "timeline": {"clock_error_us": None, "steps": []},
     }
 
 
@@ -139,32 +137,3 @@ def _curves() -> dict[str, Any]:
         "tokens_per_s": [13_107_200 / each for each in step_ms],
         "held_out": [[step, 1.78 + 3.9 / (1 + step / 14)] for step in range(0, 200, 25)],
     }
-
-
-def _step(step: int, why: str, ranks: int) -> dict[str, Any]:
-    """One step: a micro-batch, a bucket that is exchanged when its last rank has it, and the update."""
-    paces = [1000 * _slowness(rank, step) * (1.5 if why == "slowest" else 1) for rank in range(ranks)]
-    together = 400 + 48 * max(paces)
-    rows = [_rank(rank, 90.0 * (rank % 5), pace, together) for rank, pace in enumerate(paces)]
-    return {"step": step, "why": why, "length_us": max(row["end_us"] for row in rows), "ranks": rows}
-
-
-def _rank(rank: int, begin: float, pace: float, together: float) -> dict[str, Any]:
-    """A rank's events (lane, name, start, length in us, bytes, leaf, bucket, peer) and bubbles."""
-    done, over = begin + 400 + 48 * pace, together + 10_000
-    events = [
-        ("data", "data", begin, 400, 0, 0, -1, -1),
-        ("compute", "forward", begin + 400, 16 * pace, 0, 0, -1, -1),
-        ("compute", "backward", begin + 400 + 16 * pace, 32 * pace, 0, 0, -1, -1),
-        ("communication", "wait", done, together - done + 500, 0, -1, 0, SLOW),
-        ("communication", "exchange", together + 500, 9500, 25_000_000, -1, 0, -1),
-        ("host", "gradient sync", done, over - done, 0, -1, -1, -1),
-        ("compute", "update", over, 3800, 0, -1, -1, -1),
-        ("host", IMAGE, over + 3800, 600, 0, -1, -1, -1),
-    ]
-    return {
-        "rank": rank, "host": "node-a" if rank < 4 else "node-b",
-        "begin_us": begin, "end_us": over + 4400 + begin,
-        "events": [[LANES.index(lane), NAMES.index(name), *rest] for lane, name, *rest in events],
-        "bubbles": [[done, over - done, "gradient sync", SLOW]],
-    }  # fmt: skip

@@ -22,7 +22,6 @@ from instep.timeline.breakdown import (
     breakdown,
     parts,
     slowdown,
-    sums,
 )
 from instep.timeline.bubbles import Bubble, bubbles
 from instep.timeline.bucket_times import bucket_rows
@@ -221,17 +220,6 @@ def test_no_part_is_negative_and_they_sum_to_the_wall_to_the_nanosecond(events: 
     assert min(all_ns(found)) >= 0
     assert sum(all_ns(found)) == 1000 == ns(found.wall)
     assert 0 <= ns(found.hidden) <= 1000 - ns(found.exposed_s) - ns(found.waiting_s)
-
-
-@given(any_events())
-def test_the_sums_of_a_step_are_those_of_its_parts(events: list[Event]) -> None:
-    found, summed = parts(events), sums(events)
-    assert found is not None and summed is not None
-    figures = (found.compute, found.exposed_s, found.waiting_s, found.data, found.update)
-    assert [summed.compute, summed.exposed, summed.waiting, summed.data, summed.update] == [*map(ns, figures)]
-    assert summed.rest == ns(found.host_s + found.unattributed)
-    assert (summed.rank, summed.step, summed.micro_batches) == (found.rank, found.step, found.micro_batches)
-    assert (summed.start_ns, summed.end_ns) == (found.start_ns, found.end_ns)
 
 
 @given(any_events())

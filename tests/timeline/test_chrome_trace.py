@@ -119,15 +119,6 @@ def test_arrows_go_from_exchange_to_exchange_and_from_the_late_rank_to_who_waite
     assert {tracks[event["pid"], event["tid"]][0][2]["name"] for event in late} == {"queued"}
 
 
-def test_only_the_steps_asked_for_are_written(tmp_path):
-    timeline = Timeline([*play(steps=4).events, Event(0, "host", "prepare", 0, 5)])
-    trace = read(write_traces(timeline, tmp_path, world_size=2, steps={1, 3})[0])
-    told = [one["args"].get("step") for track in slices(trace).values() for _, _, one in track]
-    assert set(told) == {1, 3}
-    everything = read(write_traces(timeline, tmp_path, world_size=2)[0])
-    assert "prepare" in {event["name"] for event in everything["traceEvents"]}
-
-
 def test_names_that_are_no_names_stay_text(tmp_path):
     name = '"}],\n</script>\\ é'
     paths = write_traces(

@@ -14,6 +14,7 @@ from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import StageTimes, simulate
 from instep.timeline import style
 from instep.timeline.bubbles import DRAIN, FILL, STEADY
+from instep.timeline.palette import COLOURS
 from instep.timeline.step_chart import (
     BACKWARD,
     BUBBLES,
@@ -167,7 +168,7 @@ def test_a_bubble_that_slivers_cut_up_is_labelled_once():
 
 def test_a_step_without_events_is_said_with_those_that_have_some(tmp_path):
     with pytest.raises(ValueError, match=r"step 8: no events of ranks .*steps that have events: 7 to 7"):
-        step_chart(recorded(tmp_path), tmp_path / "a", step=8)
+        step_chart(recorded(tmp_path), step=8)
 
 
 def test_micro_batches_are_numbered_and_gradients_of_inputs_and_weights_have_colours_of_their_own():
@@ -180,7 +181,7 @@ def test_micro_batches_are_numbered_and_gradients_of_inputs_and_weights_have_col
         assert [(box.kind, box.texts[0]) for box in lanes["compute"] if box.kind not in BUBBLES] == computed
         assert {box.kind for box in lanes["communication"]} == {MESSAGE}
     assert {INPUT_GRADIENT, WEIGHT_GRADIENT} < {box.kind for box in one.rows[0]["compute"]}
-    looks = [style.COLOURS[kind] for kind in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)]
+    looks = [COLOURS[kind] for kind in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE)]
     assert len(set(looks)) == 5
 
 
