@@ -22,7 +22,8 @@ from instep.bench.tables import checked_out, environment, markdown, paired_ratio
 from instep.bench.variants import full_model
 from instep.bench.workloads import MLPS, WORKLOADS, Workload, gpt_of_size
 from instep.models.config import num_parameters
-from instep.timeline.style import colours, spread
+from instep.timeline.palette import colours
+from instep.timeline.style import spread
 
 
 @pytest.mark.parametrize(
