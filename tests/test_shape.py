@@ -91,7 +91,7 @@ BUDGET = {
     "shard": 4205,
     "shm": 2040,
     "state": 1730,
-    "step": 2710,
+    "step": 2715,
     "timeline": 4930,
     "verify": 745,
 }

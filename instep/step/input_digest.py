@@ -57,6 +57,7 @@ class InputDigest:
         self.waits = True  # for the next forward
         self._first: int | None = None
         self._varied = False  # whether later inputs differed
+        self._num_alike = 0  # steps in which all ranks had the same inputs, and others than before
         self._leaves: Sequence[Sequence[int]] = ()  # by rank, of the first step
 
     @property
@@ -103,6 +104,10 @@ class InputDigest:
             return
         found = [words[r] for r in busy]
         if found[0] and len({word >> 1 for word in found}) == 1 and any(word & 1 for word in found):
+            self._num_alike += 1
+        if self._num_alike > (
+            not self._declared
+        ):  # in a plain loop twice: another batch may have come before
             self._steps, self.waits = NUM_STEPS, False
             first, second = (f"rank {ranks[r]}" for r in busy[:2])
             if self._declared:
