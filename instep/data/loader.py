@@ -161,7 +161,7 @@ class Loader:
         mesh_timeout_s: float = getattr(registered_mesh(), "timeout_s", TIMEOUT_S)
         self.weigh, self.timeout_s = weigh, SOONER * mesh_timeout_s if timeout_s is None else timeout_s
         self._position = 0
-        self.digest = 0  # of the first sample, which other ranks compare; until it is read 0
+        self.digest = 0  # of the first sample, which ranks compare in their first step; 0: none
         self._shared: Any = [0]  # the turn, and the sample that each worker process reads
         if num_workers:
             context = multiprocessing_context
@@ -267,7 +267,7 @@ class Loader:
     def advance(self) -> None:
         """The step has been made: go on to the next. For ``micro_batches``."""
         self._position += self.batch_size
-        self.digest = 0  # later a data set may have changed, and a rank that is new would see another one
+        self.digest = 0  # a data set may change with the steps, so only first steps are compared
 
     def start(self) -> None:
         """Start the worker processes now, and not with the first step.
@@ -345,13 +345,11 @@ class Loader:
             raise
 
     def _read_digest(self, stream: Iterator[Any]) -> None:
-        """Take the digest of the first sample, if reading it twice gives the same."""
-        num_first_reads = self._share.num_first_reads
-        found = [
+        """Take the digest of the first sample, if every read of it gives the same."""
+        reads = range(self._share.num_first_reads)
+        digests = {sampled_digest(self._wait_for(stream)) for _ in reads}
+        for _ in range(self._share.num_idle(reads)):
             self._wait_for(stream)
-            for _ in range(num_first_reads + self._share.num_idle(range(num_first_reads)))
-        ]
-        digests = {sampled_digest(found[i]) for i in range(num_first_reads)}
         self.digest = digests.pop() if len(digests) == 1 else 0
         self._share.num_first_reads = 0
 

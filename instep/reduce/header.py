@@ -65,9 +65,7 @@ class Header(NamedTuple):
     data_position: int = -1  # of the data source of a declared step
     data_identity: int = 0  # digest of the settings that decide which samples the source reads
     buffers: int = 0  # checksum of the module's buffers, with the last bucket (step/agreement.py)
-    input_digest: int = (
-        0  # of this rank's first inputs, or of its loader's first sample (step/input_digest.py)
-    )
+    input_digest: int = 0  # of this rank's first inputs or its loader's first sample (step/input_digest.py)
 
 
 # Field: (what "rank 1" does, fix). A difference in one field causes differences in later ones.

@@ -69,12 +69,13 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
     if is_first:
         num = sum(shape_of(p).numel() for p in training.module.parameters())
         name = getattr(getattr(_loader(registered), "dataset", None), "name", None)
+        data = f"{name}; " if isinstance(name, str) and name else ""
         names = ", ".join([*registered.models, *registered.optimizers, *registered.others])
         lines = [
             f"{number_words(num)} parameters on {counted(mesh.world_size, 'rank')} ({mesh.device.type}, "
             f"{counted(config.parallel.threads, 'thread')} each); {_strategy(training, found)}; "
             f"timeout_s={config.timeout_s:g}; checkpoints hold: {names}",
-            f"{f'{name}; ' * bool(name and isinstance(name, str))}run directory {path}",
+            f"{data}run directory {path}",
         ]
     shares = _shares(training)
     if config.batch.global_size and shares:

@@ -55,7 +55,7 @@ class InputDigest:
     def _begin_anew(self) -> None:
         self._steps = 0
         self.waits = True  # for the next forward
-        self._first: int | None = None
+        self._first: int | None = None  # of a plain loop the newest
         self._varied = False  # whether later inputs differed
         self._num_alike = 0  # steps in which all ranks had the same inputs, and others than before
         self._leaves: Sequence[Sequence[int]] = ()  # by rank, of the first step
@@ -105,9 +105,8 @@ class InputDigest:
         found = [words[r] for r in busy]
         if found[0] and len({word >> 1 for word in found}) == 1 and any(word & 1 for word in found):
             self._num_alike += 1
-        if self._num_alike > (
-            not self._declared
-        ):  # in a plain loop twice: another batch may have come before
+        needed = 1 if self._declared else 2  # a plain loop may have had another batch before, to warm up
+        if self._num_alike >= needed:
             self._steps, self.waits = NUM_STEPS, False
             first, second = (f"rank {ranks[r]}" for r in busy[:2])
             if self._declared:
@@ -123,7 +122,7 @@ class InputDigest:
                     "(torch.utils.data.DistributedSampler)"
                 )
             warnings.warn(
-                f"{first} and {second} were given the same inputs in the first step: each rank seems to read "
-                f"the same data from the beginning, {fix}. Ignore this if it is intended",
+                f"{first} and {second} were given the same inputs in the first steps: each rank seems to "
+                f"read the same data from the beginning, {fix}. Ignore this if it is intended",
                 stacklevel=2,
             )
