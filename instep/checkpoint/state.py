@@ -303,7 +303,7 @@ class TrainingState:
             if there is None or there.resident:
                 yield Shard.whole(MODEL + name, p, self._every, (place, ""))
             elif (x := held.get(id(p))) is not None:
-                yield self._of_parameter(MODEL + name, x, x.flat(x.tensor.detach()), (place, ""), there)
+                yield self._of_parameter(MODEL + name, x, x.in_state(x.tensor.detach()), (place, ""), there)
         for i, (name, b) in enumerate(buffers.items(), start=len(self._parameters)):
             yield Shard.whole(MODEL + name, b, self._every, (i, ""))
 
@@ -342,7 +342,7 @@ class TrainingState:
         there = None if there is None else outermost(there)
         if there is None or there.replicas is None:
             return self._every
-        return holders(there, parameter, there.slices_with(parameter), self.everyone)
+        return holders(there, parameter, self.everyone, same=False)
 
     def _moments(self, first: int) -> Iterator[Shard]:
         kept = {self._names[id(x.parameter)]: x for x in self.steps.held.values()}
@@ -380,7 +380,7 @@ class TrainingState:
     def _moment(self, full: str, x: ParameterShard, value: Tensor, order: Order) -> Shard:
         """``value``, which an optimizer keeps for ``x``: cut as that is, or one for all of the parameter."""
         if value.shape == x.held_shape and not x.is_whole:
-            return self._of_parameter(full, x, x.flat(value), order, self._stepped_in(x.parameter))
+            return self._of_parameter(full, x, x.in_state(value), order, self._stepped_in(x.parameter))
         return Shard.whole(full, value, self._holders(x.parameter), order)
 
     def _stepped_in(self, parameter: Tensor) -> Home | None:
@@ -398,18 +398,16 @@ class TrainingState:
     ) -> Shard:
         """``value``, which has the shape of ``x``, as that part of a tensor like the parameter."""
         assert there is not None
-        have = holders(there, x.parameter, [there.group.rank], self.everyone)
+        have = holders(there, x.parameter, self.everyone, same=True)
         shape = tuple(x.shape)
-        return Shard(name, shape, value.dtype, x.first, x.last, order, None, value, have)
+        return Shard(name, shape, value.dtype, x.first, x.last, order, x.box, value, have)
 
     def _holders(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of everyone that step some of ``parameter``."""
         if id(parameter) not in self._stepping:
             there = self._stepped_in(parameter)
             self._stepping[id(parameter)] = (
-                self._every
-                if there is None
-                else holders(there, parameter, there.slices_with(parameter), self.everyone)
+                self._every if there is None else holders(there, parameter, self.everyone, same=False)
             )
         return self._stepping[id(parameter)]
 

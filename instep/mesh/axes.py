@@ -13,11 +13,13 @@ a ``pp`` group are far apart:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-ORDER = ("pp", "dp", "shard", "tp")
+ORDER = ("pp", "dp", "shard", "ep", "tp")
 DATA_AXES = ("dp", "shard")  # along them the batch is shared out
+MODEL_AXES = ("ep", "tp")  # along them ranks compute the same micro-batches, each with a part of a layer
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Axes:
         here = self.coordinates(rank)
         return tuple(self.rank_at(**{**here, axis: i}) for i in range(self.size(axis)))
 
-    def data_peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` on ``dp`` and ``shard`` only, one shard row after another."""
+    def peers_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``axes`` only, in ascending order."""
         here = self.coordinates(rank)
-        places = product(*(range(self.size(name)) for name in DATA_AXES))
-        return tuple(self.rank_at(**here | dict(zip(DATA_AXES, place, strict=True))) for place in places)
+        places = product(*(range(self.size(name)) for name in axes))
+        return tuple(self.rank_at(**here | dict(zip(axes, place, strict=True))) for place in places)
 
     def partition(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of ``axis``: every rank is in one of them."""
@@ -69,14 +71,15 @@ class Axes:
         return self.names.index(axis)
 
 
-def resolve(world_size: int, *, dp: int = -1, shard: int = 1, pp: int = 1, tp: int = 1) -> Axes:
+def resolve(world_size: int, *, dp: int = -1, shard: int = 1, pp: int = 1, tp: int = 1, ep: int = 1) -> Axes:
     """Axes of a world of ``world_size`` ranks; one of the sizes may be -1, "what is left".
 
     Raises:
         ValueError: the sizes do not multiply to the world size; the message shows every factor.
     """
-    sizes = {"pp": pp, "dp": dp, "shard": shard, "tp": tp}
-    shown = [name for name in ("dp", "shard", "pp", "tp") if name != "shard" or shard != 1]
+    sizes = {"pp": pp, "dp": dp, "shard": shard, "ep": ep, "tp": tp}
+    usual = ("dp", "pp", "tp")
+    shown = [name for name in ("dp", "shard", "pp", "tp", "ep") if name in usual or sizes[name] != 1]
     written = " * ".join(f"{name}({sizes[name]})" for name in shown)
     for name, size in sizes.items():
         if size < 1 and size != -1:

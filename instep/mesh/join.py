@@ -46,6 +46,7 @@ def init(
     shard: int = 1,
     pp: int = 1,
     tp: int = 1,
+    ep: int = 1,
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -60,9 +61,10 @@ def init(
     with the process (``process_memory``): getting it again would take a tenth of a step.
 
     Args:
-        dp, shard, pp, tp: ranks per axis; one may be -1, "what is left". Their product is the world size. The
-            ranks of ``shard`` are neighbours: ``fully_shard`` divides the state among them, and the ranks of
-            ``dp`` have copies. For that, let it be the number of ranks on a host.
+        dp, shard, pp, tp, ep: ranks per axis; one may be -1, "what is left". Their product is the world size.
+            The ranks of ``shard`` are neighbours: ``fully_shard`` divides the state among them, and the ranks
+            of ``dp`` have copies. For that, let it be the number of ranks on a host. Those of ``tp`` and
+            ``ep`` compute the same micro-batches.
         backend: a torch.distributed backend; by default NCCL where this rank has a GPU, else shm where all
             ranks share a host, else gloo. With "shm" on several hosts, the groups of one host have it.
         device: "cuda" gives every rank of a host a GPU of its own, "cuda:0" puts all of them on that one
@@ -89,7 +91,7 @@ def init(
     """
     if _refusals:
         raise RuntimeError(f"instep.init: {_refusals[0]}")
-    axes: dict[str, Any] = {"dp": dp, "shard": shard, "pp": pp, "tp": tp}
+    axes: dict[str, Any] = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep}
     is_joined = dist.is_initialized()
     try:
         started = detect(os.environ)

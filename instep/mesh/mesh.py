@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from instep.events import Recorder
-from instep.mesh.axes import DATA_AXES, Axes, resolve
+from instep.mesh.axes import DATA_AXES, MODEL_AXES, Axes, resolve
 from instep.mesh.device_mesh import batch_group, place_in, require_used
 from instep.net.host_group import group_class
 from instep.net.peers import Peer
@@ -93,7 +93,7 @@ class Mesh:
     """Named axes over the ranks of a world, with this rank's place on each; ``instep.init`` makes it.
 
     ``mesh["dp"]`` is the same mesh seen along one axis: what ``process_group=`` and ``get(..., mesh=)``
-    take. The axes are "dp", "shard", "pp" and "tp"; another one is a ``ValueError``.
+    take. The axes are "dp", "shard", "pp", "tp" and "ep"; another one is a ``ValueError``.
 
     Attributes:
         axes: their names and sizes: ``axes.size("dp")``.
@@ -105,6 +105,7 @@ class Mesh:
         along: by the name of an axis, this rank's group along it: ``along["dp"].ranks`` are global ranks.
         world: the group of all ranks.
         data: the ranks of ``dp`` and ``shard``, among which the batch is shared out.
+        model: the ranks of ``tp`` and ``ep``, which compute the same micro-batches together.
         on_close: functions to be called by ``close``, the last first.
 
     Example:
@@ -114,7 +115,7 @@ class Mesh:
         >>> mesh.world_size, mesh.size, mesh["dp"].size
         (1, 1, 1)
         >>> mesh.coordinates
-        {'pp': 0, 'dp': 0, 'shard': 0, 'tp': 0}
+        {'pp': 0, 'dp': 0, 'shard': 0, 'ep': 0, 'tp': 0}
         >>> mesh.is_view, mesh["dp"].is_view, mesh["dp"].whole.ranks
         (False, True, (0,))
         >>> mesh.close()
@@ -148,9 +149,14 @@ class Mesh:
             return Axis(name, axes.peers(name, rank), rank, shared, own, timeout_s, table)
 
         self.along = {name: self.world if name == whole[-1] else along(name) for name in axes.names}
-        data = axes.data_peers(rank)
-        known = [axis for axis in (self.along["dp"], self.along["shard"], self.world) if axis.ranks == data]
-        self.data = known[0] if known else Axis("data", data, rank, None, own, timeout_s, table)
+
+        def over(name: str, several: Sequence[str]) -> Axis:
+            ranks = axes.peers_along(several, rank)
+            known = [*(self.along[each] for each in several), self.world]
+            same = next((axis for axis in known if axis.ranks == ranks), None)
+            return same or Axis(name, ranks, rank, None, own, timeout_s, table)
+
+        self.data, self.model = over("data", DATA_AXES), over("model", MODEL_AXES)
 
     @property
     def is_view(self) -> bool:
@@ -197,7 +203,7 @@ class Mesh:
         Call it at the end on all remaining ranks; it does not wait for them. Groups that existed before the
         mesh stay open. The mesh is unregistered.
         """
-        for axis in dict.fromkeys([self.world, self.data, *reversed(self.along.values())]):
+        for axis in dict.fromkeys([self.world, self.data, self.model, *reversed(self.along.values())]):
             axis.close()
         while self.on_close:
             self.on_close.pop()()
@@ -277,6 +283,7 @@ def build(
     shard: int = 1,
     pp: int = 1,
     tp: int = 1,
+    ep: int = 1,
     timeout_s: float = 300.0,
     make_group: MakeGroup | None = None,
     private: bool = False,
@@ -288,7 +295,7 @@ def build(
     If torch has a default group, the groups of the axes are registered with torch.distributed. ``make_group``
     creates all groups instead; with ``private`` the user's groups are created on first access.
     """
-    axes = resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp)
+    axes = resolve(world_size, dp=dp, shard=shard, pp=pp, tp=tp, ep=ep)
     own = make_group or (no_store if store is None else from_store(store, rank, timeout_s))
     shared = None if private else own
     if make_group is None and dist.is_initialized():
@@ -343,7 +350,7 @@ def mesh_for_replicas() -> Mesh | DeviceMesh | None:
     axes = mesh.axes
     unused = [name for name in axes.names if name not in DATA_AXES and axes.size(name) > 1]
     if unused:
-        written = " * ".join(f"{name}({axes.size(name)})" for name in axes.names)
+        written = " * ".join(f"{name}({axes.size(name)})" for name in axes.names if axes.size(name) > 1)
         raise ValueError(
             f"{written} = {axes.world_size} ranks, but the batch is shared out along dp and shard alone: "
             f"nothing would use {' and '.join(unused)}, whose ranks would each train a model of their own. "

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from instep.events import PIPELINE, Recorder
 from instep.memory import bytes_of, tensor_of
 from instep.pipeline.home import PipelineHome
+from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
 from instep.reduce.owners import GradientPeers, entry
-from instep.step.reduction import GRADIENT_NORM, NORM_BYTES
 
 Sample: TypeAlias = tuple[Tensor, bytes]  # the parameter that has the smallest gradient, and that
 CHANGED = (

@@ -23,6 +23,9 @@ from instep.reduce.buckets import flat_real
 from instep.reduce.gradient_shard import gradients_of, peers_in
 from instep.reduce.owners import GradientPeers, peers_of
 
+NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
+GRADIENT_NORM = "the gradient norm"
+
 
 class Clips:
     """The clippings while this object is set in ``clipping``, and the norms before them, for a run's checks.
@@ -130,7 +133,7 @@ def grad_norm(gradients: Iterable[Tensor]) -> float:
 def _norm(gradients: Mapping[GradientPeers | None, Sequence[Tensor]]) -> float:
     squares: list[float] = []
     for peers, its in gradients.items():
-        own = _square_sums(its)
+        own = _square_sums(its if peers is None else peers.pieces(its))
         squares += own if peers is None else peers.square_sums(own)
     return math.sqrt(exact_sum(squares))
 

@@ -23,6 +23,10 @@ class GradientPeers:
 
     cut = False  # ``.grad`` of a parameter is this rank's part of its gradient, a ``GradientShard``
 
+    def pieces(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """``gradients``, of parameters of these peers, as the tensors whose blocks are summed."""
+        return gradients
+
     def square_sums(self, own: Sequence[float]) -> list[float]:
         """Sums of squares of the blocks on all ranks, of which ``own`` are this rank's. Collective."""
         raise NotImplementedError

@@ -21,7 +21,8 @@ from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
 from instep.state.alignment import align
-from instep.state.homes import Wrapped
+from instep.state.boxes import BoxHome
+from instep.state.homes import Wrapped, homes
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import StepSession
@@ -433,7 +434,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
         reducer = self._reducer
         return Wrapped(
             module=self.module,
-            group=self.group,
+            group=max([self.group, *(x.everyone for x in self._boxes)], key=lambda group: group.size),
             gradients=lambda: [bucket.home for bucket in reducer.buckets],
             scratch=lambda: [
                 *(x for bucket in reducer.buckets for x in bucket.counter.spares),
@@ -451,10 +452,17 @@ class DataParallel(WrappedOnce, ModuleProxy):
     def _join(self, mesh: Mesh) -> None:
         before = self._session.backward
         self._process_group = mesh
+        for boxes in self._boxes:
+            boxes.join(mesh)
         with before.registry.as_wrapped():
             self._bind(lambda: self._options)
         now = self._session.backward
         now.sync, now.step_mode = before.sync, before.step_mode
+
+    @property
+    def _boxes(self) -> list[BoxHome]:
+        """Of layers that are cut."""
+        return [x for x in homes(self.module.parameters()) if isinstance(x, BoxHome)]
 
     def _check_open(self) -> None:
         if not self._session.close.alive:

@@ -77,7 +77,8 @@ class FlatParameters(Home):
         self.held = []
         for x in self.layout.pieces(group.rank):
             p = self.parameters[x.parameter]
-            whole = ParameterShard(p, x.first, x.last, p.detach(), p.shape)
+            shape, box = (p.shape, None) if outer is None else (outer.shape_of(p), outer.box_of(p))
+            whole = ParameterShard(p, x.first, x.last, p.detach(), shape, box)
             self.held.append(replace(whole, tensor=whole.part_of(p)))
 
     @property

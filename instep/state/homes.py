@@ -8,6 +8,7 @@ by the home of its parameters; saving, hashing and counting never ask for classe
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group, alone
 from instep.reduce.node_format import IN_FLOAT32
 from instep.reduce.owners import entry, nobody, owner_of
-from instep.state.shards import elements
+from instep.state.shards import Box, elements, held_shape
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """One rank's part of a parameter: elements ``first`` to ``last`` (exclusive) in logical order.
+    """One rank's part of a parameter: elements ``first`` to ``last`` (exclusive) in logical order, of its
+    ``box``, or of all of it.
 
     ``tensor`` is stepped by an optimizer: in the parameter's shape where it is all of it, else in a column of
     as many dims, since optimizers are made with matrices in one group and vectors in another.
@@ -38,30 +40,49 @@ class ParameterShard:
     last: int
     tensor: Tensor
     shape: torch.Size  # of all of the parameter
+    box: Box | None = None
 
     @property
     def is_whole(self) -> bool:
         return self.last - self.first == self.shape.numel()
 
     @property
+    def box_shape(self) -> torch.Size:
+        """Of the box, with as many dims as the parameter has."""
+        return self.shape if self.box is None else box_shape(self.shape, self.box)
+
+    @property
+    def fills_box(self) -> bool:
+        return self.last - self.first == self.box_shape.numel()
+
+    @property
     def held_shape(self) -> torch.Size:
         """Of ``tensor``, also while it has no memory: with as many dims as the parameter has."""
-        return self.shape if self.is_whole else part_shape(self.shape, self.last - self.first)
+        return self.box_shape if self.fills_box else part_shape(self.shape, self.last - self.first)
 
-    def flat(self, x: Tensor) -> Tensor:
-        """``x``, shaped as ``tensor``, as a shard of the state has it: flat where it is not whole."""
-        return x if self.is_whole else x.reshape(-1)
+    def in_state(self, x: Tensor) -> Tensor:
+        """``x``, shaped as ``tensor``, as a shard of the state has it: flat unless it fills the box."""
+        if self.is_whole:
+            return x
+        return x.view(held_shape(tuple(self.shape), self.first, self.last, self.box))
 
     def part_of(self, x: Tensor) -> Tensor:
-        """The same elements of ``x``, which has the parameter's shape, laid out as ``tensor``; a view where
+        """The same elements of ``x``, which has the shape of the box, laid out as ``tensor``; a view where
         possible.
 
         Fused optimizers read weight, gradient and moments in the order of memory, and compare no strides.
         """
         x = x.detach().resolve_conj().resolve_neg()
-        if self.is_whole:
+        if self.fills_box:
             return with_strides(x, self.tensor.stride())
         return elements(x, self.first, self.last).view(self.held_shape)
+
+
+def box_shape(shape: torch.Size, box: Box) -> torch.Size:
+    """Of the memory of ``box``, of a parameter of this ``shape``: with as many dims."""
+    sizes = [stop - start for start, stop in box]
+    fused = len(sizes) - len(shape)
+    return torch.Size([math.prod(sizes[: fused + 1]), *sizes[fused + 1 :]])
 
 
 def part_shape(shape: torch.Size, num_elements: int) -> torch.Size:
@@ -120,9 +141,17 @@ class Home:
         """What autograd accumulates the gradient of ``parameter`` into, in this rank's backward."""
         return parameter
 
+    def box_of(self, parameter: Tensor) -> Box | None:
+        """The box that this rank computes with; None: all of ``parameter``."""
+        return None
+
     def slices_with(self, parameter: Tensor) -> list[int]:
         """The ranks of ``group`` that hold some of ``parameter``."""
         raise NotImplementedError
+
+    def same_slice(self, parameter: Tensor) -> list[int]:
+        """The ranks of ``group`` that hold the same of ``parameter`` as this one."""
+        return [self.group.rank]
 
     def num_shares(self, parameter: Tensor) -> int:
         """Among how many ranks of ``group`` ``parameter`` is divided; 0: this rank holds none of it."""
@@ -186,13 +215,14 @@ def outermost(there: Home) -> Home:
     return there if there.outer is None else outermost(there.outer)
 
 
-def holders(there: Home, parameter: Tensor, slices: Sequence[int], everyone: Group) -> tuple[int, ...]:
-    """The ranks of ``everyone`` that have one of ``slices`` of ``parameter``, in the group of ``there`` and
-    in all others like it, by their place among everyone.
+def holders(there: Home, parameter: Tensor, everyone: Group, *, same: bool) -> tuple[int, ...]:
+    """The ranks of ``everyone`` that have some of ``parameter``, or the ``same`` of it as this rank, in the
+    group of ``there`` and in all others like it, by their place among everyone.
 
     Raises:
         ValueError: the ranks of a group are not at even distances.
     """
+    slices = there.same_slice(parameter) if same else there.slices_with(parameter)
     size, ranks = there.group.size, list(everyone.ranks)
     places = [ranks.index(rank) for rank in there.group.ranks if rank in ranks]
     stride = places[1] - places[0] if len(places) > 1 else 1
@@ -204,7 +234,7 @@ def holders(there: Home, parameter: Tensor, slices: Sequence[int], everyone: Gro
     found = tuple(place for place in range(len(ranks)) if place // stride % size in slices)
     if there.outer is None:
         return found
-    outside = holders(there.outer, parameter, there.outer.slices_with(parameter), everyone)
+    outside = holders(there.outer, parameter, everyone, same=same)
     return tuple(rank for rank in found if rank in outside)
 
 

@@ -15,6 +15,9 @@ order. ``box=None`` is the whole tensor.
     | . . . . |                        | . . a a |
     | . . a a |    box: None           | . . a a |    box: (0, 3), (2, 4): half the columns
     | a a a a |    elements 6 to 12    | . . a a |    elements 0 to 6 of the box
+
+A box with one more dim than the tensor cuts a fused weight, of which the first dim has equal parts: of the
+query, key and value rows of (12, K), ((0, 3), (0, 2), (0, K)) is the first half of each.
 """
 
 from __future__ import annotations
@@ -124,6 +127,14 @@ def without_ties(shards: Iterable[Shard], ties: Mapping[str, str]) -> list[Shard
     return [x for x in shards if not (x.name.startswith(MODEL) and x.name.removeprefix(MODEL) in ties)]
 
 
+def grid(shape: Shape, box: Box) -> Shape:
+    """The dims that ``box`` cuts: the tensor's, of a fused one with the number of its parts before them."""
+    if len(box) == len(shape):
+        return shape
+    parts = box[0][1]
+    return (parts, shape[0] // parts, *shape[1:])
+
+
 def held_shape(shape: Shape, first: int, last: int, box: Box | None = None) -> Shape:
     """The shape of a shard's tensor: the box where it is all of the box, else flat."""
     of_box = shape if box is None else tuple(stop - start for start, stop in box)
@@ -135,7 +146,7 @@ def count_before(shape: Shape, box: Box | None, number: int) -> int:
     if box is None:
         return number
     count, stride, inside = 0, math.prod(shape), math.prod(stop - start for start, stop in box)
-    for size, (start, stop) in zip(shape, box, strict=True):
+    for size, (start, stop) in zip(grid(shape, box), box, strict=True):
         stride, inside = stride // size, inside // (stop - start)
         at, number = divmod(number, stride)
         count += min(max(at - start, 0), stop - start) * inside
@@ -150,7 +161,7 @@ def numbers(shape: Shape, box: Box | None, first: int, last: int) -> Tensor:
     if box is None:
         return left
     found, stride = torch.zeros_like(left), 1
-    for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
+    for size, (start, stop) in zip(reversed(grid(shape, box)), reversed(box), strict=True):
         found += (left % (stop - start) + start) * stride
         left, stride = left // (stop - start), stride * size
     return found

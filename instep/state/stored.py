@@ -31,6 +31,7 @@ from instep.state.shards import (
     Shape,
     Shard,
     count_before,
+    grid,
     numbers,
 )
 
@@ -220,7 +221,12 @@ def _complete(
         sound &= x.first == ends.get(x.box, 0) and (x.first < x.last or len(extents) == 1)
         ends[x.box] = x.last
     sound &= all(end == count_before(shape, box, math.prod(shape)) for box, end in ends.items())
-    if not sound or (set(ends) != {None} and _corners(ends) != _corners([tuple((0, n) for n in shape)])):
+    boxes = [box for box in ends if box is not None]
+    if boxes:
+        cut = grid(shape, boxes[0])
+        sound &= len(boxes) == len(ends) and all(grid(shape, box) == cut for box in boxes)
+        sound &= _corners(boxes) == _corners([tuple((0, size) for size in cut)])
+    if not sound:
         got = ", ".join(
             f"{x.first} to {x.last}{f' of box {list(x.box)}' if x.box else ''} in {x.place[:80]}"
             for x in in_order[:8]
@@ -232,10 +238,10 @@ def _complete(
     return in_order
 
 
-def _corners(boxes: Iterable[Box | None]) -> dict[tuple[int, ...], int]:
+def _corners(boxes: Iterable[Box]) -> dict[tuple[int, ...], int]:
     found: Counter[tuple[int, ...]] = Counter()
     for box in boxes:
-        for corner in product(*(((start, 1), (stop, -1)) for start, stop in box or ())):
+        for corner in product(*(((start, 1), (stop, -1)) for start, stop in box)):
             found[tuple(at for at, _ in corner)] += math.prod(sign for _, sign in corner)
     return {corner: count for corner, count in found.items() if count}
 
@@ -319,17 +325,16 @@ def _is_tensor(name: Json, shape: Json, dtype: Json) -> bool:
 def _is_range(shape: Shape, first: Json, last: Json, box: list[Json]) -> bool:
     if not (_is_count(first) and _is_count(last)):
         return False
-    return not box or (
-        isinstance(box[0], list)
-        and len(box[0]) == len(shape) <= MAX_BOX_DIMS
-        and all(
-            isinstance(ends, list)
-            and len(ends) == 2
-            and all(map(_is_count, ends))
-            and ends[0] < ends[1] <= size
-            for ends, size in zip(box[0], shape, strict=True)
-        )
-    )
+    if not box:
+        return True
+    if not (isinstance(box[0], list) and 0 <= len(box[0]) - len(shape) <= 1 and len(box[0]) <= MAX_BOX_DIMS):
+        return False
+    pairs = all(isinstance(x, list) and len(x) == 2 and all(map(_is_count, x)) for x in box[0])
+    if not (pairs and all(start < stop for start, stop in box[0])):
+        return False
+    cut = grid(shape, tuple(map(tuple, box[0])))
+    whole = len(cut) == len(shape) or (box[0][0][0] == 0 and cut[0] * cut[1] == shape[0])
+    return whole and all(stop <= size for (_, stop), size in zip(box[0], cut, strict=True))
 
 
 def _is_order(x: Json) -> bool:

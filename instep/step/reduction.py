@@ -38,6 +38,7 @@ from instep.reduce.buckets import Bundle, Caps
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import COMPARE, NORM, STATISTICS, Header
 from instep.reduce.node_format import IN_FLOAT32, NodeFormat
+from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
 from instep.reduce.owners import GradientPeers, entry
 from instep.reduce.tree import host_major, rotated
 from instep.step.gradients import Gradients
@@ -46,9 +47,7 @@ from instep.step.replica_watch import Replica, ReplicaWatch
 from instep.step.running_statistics import RunningStatistics
 
 _is_full = attrgetter("is_full")
-NORM_BYTES = 1 << 32  # at most, of one rank's sums of blocks
 SHOWN = 8  # parameters in a message
-GRADIENT_NORM = "the gradient norm"
 COMPARISON = "the comparison of gradients that no exchange has seen"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.mesh.axes import resolve, slice_length
+from instep.mesh.axes import DATA_AXES, resolve, slice_length
 
 GRID = resolve(8, pp=2, dp=2, tp=2)
 # The drawing in the module: rows of tp, blocks of pp.
@@ -25,8 +25,8 @@ sizes = st.integers(1, 6)
 def test_ranks_stand_as_drawn():
     for (pp, dp), ranks in DRAWN.items():
         for tp, rank in enumerate(ranks):
-            assert GRID.coordinates(rank) == {"pp": pp, "dp": dp, "shard": 0, "tp": tp}
-            assert GRID.rank_at(pp=pp, dp=dp, shard=0, tp=tp) == rank
+            assert GRID.coordinates(rank) == {"pp": pp, "dp": dp, "shard": 0, "ep": 0, "tp": tp}
+            assert GRID.rank_at(pp=pp, dp=dp, shard=0, ep=0, tp=tp) == rank
             assert GRID.peers("tp", rank) == ranks
 
 
@@ -42,7 +42,7 @@ def test_the_ranks_that_share_a_batch_are_the_shard_rows_of_their_replicas(dp, s
     axes = resolve(dp * shard * pp * tp, dp=dp, shard=shard, pp=pp, tp=tp)
     for rank in range(axes.world_size):
         rows = [axes.peers("shard", peer) for peer in axes.peers("dp", rank)]
-        assert axes.data_peers(rank) == sum(rows, ())
+        assert axes.peers_along(DATA_AXES, rank) == sum(rows, ())
 
 
 @given(sizes, sizes, sizes, st.sampled_from(["pp", "dp", "tp"]))
@@ -61,7 +61,7 @@ def test_peers_differ_on_one_axis_only_and_stand_in_its_order(dp, pp, tp, axis):
 @given(sizes, sizes, sizes, st.sampled_from(["pp", "dp", "tp"]))
 @settings(deadline=None)
 def test_one_axis_may_take_what_is_left(dp, pp, tp, left):
-    given_sizes = {"dp": dp, "shard": 1, "pp": pp, "tp": tp}
+    given_sizes = {"dp": dp, "shard": 1, "pp": pp, "tp": tp, "ep": 1}
     axes = resolve(dp * pp * tp, **{**given_sizes, left: -1})
     assert {name: axes.size(name) for name in axes.names} == given_sizes
     assert axes.world_size == math.prod(axes.sizes)
@@ -88,7 +88,9 @@ def test_sizes_that_do_not_fit_are_refused_with_their_factors(wanted, message):
 
 def test_an_unknown_axis_is_refused_with_the_known_ones():
     for use in (GRID.size, GRID.partition, lambda axis: GRID.peers(axis, 0)):
-        with pytest.raises(ValueError, match="no axis 'cp' in this mesh: expected one of pp, dp, shard, tp"):
+        with pytest.raises(
+            ValueError, match="no axis 'cp' in this mesh: expected one of pp, dp, shard, ep, tp"
+        ):
             use("cp")
 
 

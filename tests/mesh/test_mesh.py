@@ -40,11 +40,12 @@ def test_a_mesh_tells_its_ranks_and_its_place(mesh):
 @world(4, dp=2, pp=2)
 def test_two_by_two(mesh):
     pp, dp = divmod(mesh.rank, 2)  # dp is faster, so its groups are neighbours
-    assert mesh.coordinates == {"pp": pp, "dp": dp, "shard": 0, "tp": 0}
+    assert mesh.coordinates == {"pp": pp, "dp": dp, "shard": 0, "ep": 0, "tp": 0}
     expected = {
         "pp": [dp, dp + 2],
         "dp": [2 * pp, 2 * pp + 1],
         "shard": [mesh.rank],
+        "ep": [mesh.rank],
         "tp": [mesh.rank],
     }
     for name, axis in mesh.along.items():
@@ -65,7 +66,7 @@ def test_an_axis_has_the_user_s_group_and_as_many_more_as_are_asked_for(mesh):
 
 def test_a_world_of_one_has_axes_but_no_groups():
     mesh = build(None, 0, 1)
-    assert mesh.coordinates == {"pp": 0, "dp": 0, "shard": 0, "tp": 0}
+    assert mesh.coordinates == {"pp": 0, "dp": 0, "shard": 0, "ep": 0, "tp": 0}
     for axis in (*mesh.along.values(), mesh.world):
         assert (axis.pg, axis.size, axis.rank, axis.ranks) == (None, 1, 0, (0,))
         assert axis.pg is axis.duplicate().pg is None

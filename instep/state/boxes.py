@@ -1,0 +1,278 @@
+"""Parameters of which each rank of a layer has a box: tensor and expert parallelism.
+
+    weight (8, K), Cut("tp", dim=0), tp = 2          rank 0: rows 0 to 3    rank 1: rows 4 to 7
+    qkv (12, K), Cut("tp", dim=0, parts=3)           of query, key and value: half of the rows of each
+    norm (K,), no cut                                all of it on both
+
+The parameter stays the same object and becomes smaller: ``weight.shape`` is (4, K) on each rank. Optimizers
+step it, and gradients are reduced over the ranks with the same box, the mesh's data axes. What saves, hashes
+and recovers the state asks the home for box and shape.
+
+Sizes and norms have to be the same for any number of ranks, so a cut dim has units (``Cut.unit``): boxes
+consist of whole units, and the norm of a gradient is added from the blocks of each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.memory import bytes_of, tensor_of
+from instep.mesh.axes import MODEL_AXES
+from instep.mesh.mesh import Mesh
+from instep.net.process_group import Group
+from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
+from instep.reduce.owners import GradientPeers, entry
+from instep.state.alignment import align
+from instep.state.homes import (
+    DividedOptimizer,
+    Home,
+    ParameterShard,
+    box_shape,
+    dense_strides,
+    homes,
+    settle,
+    undivided,
+)
+from instep.state.shards import Box, grid
+
+
+class Cut(NamedTuple):
+    """How one parameter is cut: along ``dim``, over the mesh's axis ``axis``, in boxes of whole units.
+
+    A unit has ``unit`` elements of ``dim``, the last one perhaps fewer. Of a fused weight (dim 0 alone)
+    ``parts`` is the number of its parts, each of which is cut.
+    """
+
+    axis: str
+    dim: int
+    unit: int
+    parts: int = 1
+
+    def units(self, shape: Sequence[int], rank: int, size: int) -> range:
+        """The units that ``rank`` of ``size`` has; ``shape`` is that of all of the parameter."""
+        count = -(-shape[self.dim] // (self.parts * self.unit))
+        return range(rank * count // size, (rank + 1) * count // size)
+
+    def box(self, shape: Sequence[int], units: range) -> Box:
+        """The elements of ``units``."""
+        box = [(0, size) for size in shape]
+        length = shape[self.dim] // self.parts
+        box[self.dim] = (units.start * self.unit, min(units.stop * self.unit, length))
+        return ((0, self.parts), *box) if self.parts > 1 else tuple(box)
+
+
+class BoxHome(Home):
+    """The parameters of a module: those with a cut in boxes, all others whole on each rank.
+
+    ``group`` are the ranks that compute a micro-batch together (``mesh.model``). ``join`` takes part in
+    another mesh, in which boxes may be others: their values are gone until a state is put, unless this rank
+    had all of them.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        named = dict(module.named_parameters())
+        self.names, self.parameters = list(named), list(named.values())
+        self._cuts: dict[int, Cut] = {}
+        self._shapes = {id(p): p.shape for p in self.parameters}
+        self._gradients = {axis: BoxGradients(self, axis) for axis in MODEL_AXES}
+        align(self.parameters)
+        self._bind(mesh)
+        settle(self)
+
+    def cut(self, cuts: Mapping[str, Cut]) -> None:
+        """Cut the parameters in ``cuts``, by name: each rank keeps its box."""
+        named = dict(zip(self.names, self.parameters, strict=True))
+        for name, cut in cuts.items():
+            self._cuts[id(named[name])] = cut
+            entry(named[name]).peers = weakref.ref(self._gradients[cut.axis])
+        self._take_boxes([named[name] for name in cuts])
+
+    @property
+    def resident(self) -> bool:  # type: ignore[override]
+        """As ``Home`` says."""
+        return self.group.size == 1
+
+    def join(self, mesh: Mesh) -> None:
+        """Take part in ``mesh``: boxes as its axes cut them. No communication."""
+        had_all = self.resident and self.has_values
+        self._bind(mesh)
+        if had_all:
+            self._take_boxes(self.parameters)
+            return
+        self.has_values = self.resident
+        for p in self.parameters:
+            p.data = p.new_empty(self.local_shape(p))
+
+    def _bind(self, mesh: Mesh) -> None:
+        self.mesh = self.replicas = mesh
+        self.group, self.everyone = mesh.model.group, mesh.world.group
+
+    def _take_boxes(self, whole: Sequence[Tensor]) -> None:
+        for p in whole:
+            if (box := self.box_of(p)) is not None:
+                parts = p.detach().view(grid(tuple(p.shape), box))
+                for dim, (start, stop) in enumerate(box):
+                    parts = parts.narrow(dim, start, stop - start)
+                p.data = parts.reshape(box_shape(p.shape, box)).clone(memory_format=torch.contiguous_format)
+
+    @property
+    def held(self) -> list[ParameterShard]:  # type: ignore[override]
+        """As ``Home`` says: of each parameter the box, or all of it."""
+        return [
+            ParameterShard(p, 0, self.local_shape(p).numel(), p, self.shape_of(p), self.box_of(p))
+            for p in self.parameters
+        ]
+
+    def units(self, parameter: Tensor) -> range:
+        """Of a parameter that is cut: the units of this rank."""
+        cut = self._cuts[id(parameter)]
+        axis = self.mesh.along[cut.axis]
+        return cut.units(self.shape_of(parameter), axis.rank, axis.size)
+
+    def cut_of(self, parameter: Tensor) -> Cut | None:
+        return self._cuts.get(id(parameter))
+
+    def shape_of(self, parameter: Tensor) -> torch.Size:
+        return self._shapes[id(parameter)]
+
+    def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
+        return dense_strides(torch.empty(self.shape_of(parameter), device="meta"))
+
+    def box_of(self, parameter: Tensor) -> Box | None:
+        cut = self.cut_of(parameter)
+        if cut is None or self.mesh.along[cut.axis].size == 1:
+            return None
+        return cut.box(self.shape_of(parameter), self.units(parameter))
+
+    def local_shape(self, parameter: Tensor) -> torch.Size:
+        """Of the memory that ``parameter`` has on this rank."""
+        box, shape = self.box_of(parameter), self.shape_of(parameter)
+        return shape if box is None else box_shape(shape, box)
+
+    def slices_with(self, parameter: Tensor) -> list[int]:
+        return list(range(self.group.size))
+
+    def same_slice(self, parameter: Tensor) -> list[int]:
+        """As ``Home`` says: those at this rank's place on the axis of the cut."""
+        cut, axes = self.cut_of(parameter), self.mesh.axes
+        places = [axes.coordinates(rank) for rank in self.group.ranks]
+        mine = self.mesh.coordinates
+        return [i for i, its in enumerate(places) if cut is None or its[cut.axis] == mine[cut.axis]]
+
+    def num_shares(self, parameter: Tensor) -> int:
+        """As ``Home`` says."""
+        cut = self.cut_of(parameter)
+        return 1 if cut is None else self.mesh.along[cut.axis].size
+
+    def loaded(self) -> None:
+        self.has_values = True
+
+    def fetch(self, parameter: Tensor) -> Tensor | None:
+        """As ``Home`` says."""
+        if (box := self.box_of(parameter)) is None:
+            return None if self.resident else parameter.detach().clone()
+        cut, shape = self._cuts[id(parameter)], self.shape_of(parameter)
+        axis = self.mesh.along[cut.axis]
+        boxes = [cut.box(shape, cut.units(shape, rank, axis.size)) for rank in range(axis.size)]
+        lengths = [box_shape(shape, each).numel() for each in boxes]
+        out = parameter.new_empty(axis.size, max(lengths))
+        own = parameter.new_zeros(max(lengths))
+        own[: parameter.numel()] = parameter.detach().reshape(-1)
+        axis.group.all_gather(out.view(-1), own, "the gathering of a state dict")
+        whole = parameter.new_empty(grid(tuple(shape), box))
+        for row, length, each in zip(out, lengths, boxes, strict=True):
+            place = whole
+            for dim, (start, stop) in enumerate(each):
+                place = place.narrow(dim, start, stop - start)
+            place.copy_(row[:length].view(place.shape))
+        return whole.view(shape)
+
+    def divided(self, optimizer: Optimizer) -> DividedOptimizer | None:
+        """As ``Home`` says: it steps this rank's boxes."""
+        if self.resident:
+            return None
+        whole, held = undivided(optimizer), {id(x.parameter): x for x in self.held}
+        return DividedOptimizer(
+            group=self.group,
+            locals=(optimizer,),
+            held={i: held[id(x.parameter)] for i, x in whole.held.items()},
+            homes=[self],
+            num_replicas=self.everyone.size // self.group.size,
+            load=whole.load,
+            leave=optimizer.state.clear,
+        )
+
+
+class BoxGradients(GradientPeers):
+    """The gradients of the parameters of ``home`` that are cut over ``axis``, of which a rank has boxes."""
+
+    cut = True
+
+    def __init__(self, home: BoxHome, axis: str) -> None:
+        self._home, self._axis = weakref.ref(home), axis
+
+    def pieces(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """``gradients`` by units, flat, so that canonical blocks do not depend on the boxes."""
+        home = self._living_home
+        of = {id(p.grad): p for p in home.parameters if p.grad is not None}
+        found: list[Tensor] = []
+        for gradient in gradients:
+            cut = home.cut_of(of[id(gradient)])
+            assert cut is not None
+            x = gradient.detach()
+            if cut.parts > 1:
+                x = x.view(cut.parts, -1, *x.shape[1:])
+            found += [unit.reshape(-1) for unit in x.split(cut.unit, cut.dim + (cut.parts > 1))]
+        return found
+
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        told = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
+        rows = self._group.all_gather_bytes(told, GRADIENT_NORM, limit=NORM_BYTES)
+        return [x for row in rows for x in tensor_of(row, torch.float64).tolist()]
+
+    def all_found_inf(self, found_inf: Tensor) -> None:
+        rows = self._group.all_gather_bytes(bytes_of(found_inf.cpu()), GRADIENT_NORM)
+        found_inf.fill_(max(tensor_of(row, found_inf.dtype).item() for row in rows))
+
+    @property
+    def _living_home(self) -> BoxHome:
+        home = self._home()
+        assert home is not None
+        return home
+
+    @property
+    def _group(self) -> Group:
+        return self._living_home.mesh.along[self._axis].group
+
+
+def divide(module: nn.Module, mesh: Mesh, cuts: Mapping[str, Cut]) -> BoxHome:
+    """Cut the parameters of ``module`` in ``cuts``, by name, each rank of ``mesh.model`` keeping its box.
+
+    Raises:
+        ValueError: a parameter has no values yet, or is divided in another way.
+    """
+    found = homes(module.parameters())
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: give the module values first, for example with "
+                "instep.initialize(module, seed), then divide it"
+            )
+    if len(found) == 1 and isinstance(found[0], BoxHome) and found[0].mesh.along is mesh.along:
+        there = found[0]
+    elif found:
+        raise ValueError(
+            "the parameters of the module are divided among ranks already: cut layers first, then wrap the "
+            "module, once"
+        )
+    else:
+        there = BoxHome(module, mesh)
+        module.__dict__["_instep_boxes"] = there  # which lives as long as the module
+    there.cut(cuts)
+    return there
