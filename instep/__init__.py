@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from instep import errors
 
 if TYPE_CHECKING:
+    from instep import tensor
     from instep.checkpoint.shorthand import load, save
     from instep.data.loader import Loader
     from instep.mesh.join import init
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "mean",
     "save",
+    "tensor",
     "trace",
 ]
 
@@ -76,7 +78,12 @@ _HOMES = {
 }
 
 
+_FOLDERS = ("tensor",)  # of public names of their own: ``instep.tensor.shard``
+
+
 def __getattr__(name: str) -> object:
+    if name in _FOLDERS:
+        return importlib.import_module(f"instep.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'instep' has no attribute {name!r}")
     public = getattr(importlib.import_module(_HOMES[name]), name)

@@ -36,10 +36,11 @@ BUFFERS = "broadcast of buffers"
 GLOBAL_LOSS = "loss over the global batch"
 SPLIT_SOFTMAX = "split softmax"
 EXPERT_DISPATCH = "expert dispatch"
+TENSOR_PARALLEL = "tensor-parallel sums"
 PIPELINE = "pipeline fill and drain"
 COMPARISON = "comparison of replicas"
 WAITS = frozenset({GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER, BATCH_NORM, BUFFERS, GLOBAL_LOSS,
-                   SPLIT_SOFTMAX, EXPERT_DISPATCH, PIPELINE, COMPARISON})  # fmt: skip
+                   SPLIT_SOFTMAX, EXPERT_DISPATCH, TENSOR_PARALLEL, PIPELINE, COMPARISON})  # fmt: skip
 
 # Spans of a run's own work around a step, mostly on rank 0; not counted as host code of the script.
 BOOKKEEPING = frozenset({"begin", "snapshot", "ledger", "hash", "save", "timing"})

@@ -67,7 +67,7 @@ PURE = [
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 960,
+    "": 970,
     "bench": 5785,
     "checkpoint": 4095,
     "cli": 1040,
@@ -82,17 +82,18 @@ BUDGET = {
     "net": 2870,
     "pipeline": 4120,
     "plan": 95,
-    "recipes": 860,
+    "recipes": 900,
     "record": 1840,
     "reduce": 2720,
     "replicate": 1695,
     "rng": 410,
-    "run": 5135,
+    "run": 5165,
     "shard": 4210,
     "shm": 2040,
-    "state": 2055,
+    "state": 2075,
     "step": 2715,
-    "timeline": 4930,
+    "tensor": 930,
+    "timeline": 4935,
     "verify": 745,
 }
 MAX_FILE_LINES = 800

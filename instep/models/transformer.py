@@ -62,17 +62,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        split = self.qkv(x).unflatten(-1, (3, -1, self.head_width))  # a rank may have some of the heads
         query, key, value = split.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+        return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 class FeedForward(nn.Module):

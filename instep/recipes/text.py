@@ -67,6 +67,9 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     options: dict[str, Any] = {"nodes": layout.nodes, "rounding": layout.rounding, "seed": config.seed}
     options |= {"find_unused_parameters": False}
     model: Any = net
+    if config.tp_chunks:
+        plan = instep.tensor.gpt_plan(net)
+        instep.tensor.shard(net, mesh, plan, config.tp_chunks, sequence=layout.sequence)
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
         model = pipeline(net, config, mesh, **options)
@@ -92,12 +95,15 @@ def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipe
     return instep.Pipeline(net, mesh, schedule_of(layout), config.num_leaves, **options)
 
 
-def losses_of(model: nn.Module, windows: Tensor, config: Config, device: torch.device) -> Tensor:
-    """The cross-entropy of each byte of ``windows`` (B, T + 1) but the first: (B, T), in nats."""
+def losses_of(model: nn.Module, net: GPT, windows: Tensor, config: Config, device: torch.device) -> Tensor:
+    """The cross-entropy of each byte of ``windows`` (B, T + 1) but the first: (B, T), in nats.
+
+    ``model`` is ``net``, or the pipeline that has its layers.
+    """
     inputs, targets = next_tokens(windows)
     with autocast(config, device):
         logits = model(inputs.to(device))  # (B, T, 256)
-    return of_logits(logits, targets)
+    return of_logits(logits, targets, net)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
@@ -105,9 +111,11 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.autocast == "bf16")
 
 
-def of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+def of_logits(logits: Tensor, targets: Tensor, net: GPT) -> Tensor:
     """The cross-entropy of each byte: (B, T), in nats."""
     targets = targets.to(logits.device)
+    if isinstance(net.head.out, instep.tensor.ColumnLinear):  # each rank has some of the logits
+        return instep.tensor.cross_entropy(logits, targets, net.head.out, reduction="none")
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
@@ -116,14 +124,14 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
     """Forward and backward of this rank's micro-batches; their losses. ``model`` is ``net``, distributed."""
 
     def one(micro_batch: Any) -> Tensor:
-        loss = losses_of(net, micro_batch.data, config, mesh.device).mean()
+        loss = losses_of(net, net, micro_batch.data, config, mesh.device).mean()
         loss.backward()
         return loss.detach()
 
     if isinstance(model, instep.Pipeline):  # calls these on the ranks of the last and of the first layers
         with autocast(config, mesh.device):
             return model.step(
-                lambda logits, micro_batch: of_logits(logits, next_tokens(micro_batch.data)[1]).mean(),
+                lambda logits, micro_batch: of_logits(logits, next_tokens(micro_batch.data)[1], net).mean(),
                 lambda micro_batch: next_tokens(micro_batch.data)[0].to(mesh.device),
                 data,
             )
@@ -131,7 +139,7 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -> float:
+def held_out_loss(model: nn.Module, net: GPT, text: ByteText, config: Config, mesh: Any) -> float:
     """In nats per byte, of windows at even distances: the same on any number of ranks. Collective."""
     num_windows, size = min(config.eval.windows, len(text)), config.batch.micro_size
     chosen = [i * len(text) // num_windows for i in range(num_windows)]
@@ -143,7 +151,7 @@ def held_out_loss(model: nn.Module, text: ByteText, config: Config, mesh: Any) -
         # In stage 3 a rank needs all others to have weights: at the end some look at the last batch again.
         batch = batches[min(first + place.rank, len(batches) - 1)]
         windows = text.windows([chosen[i] for i in batch])
-        losses.append(losses_of(model, windows, config, mesh.device).mean(1))
+        losses.append(losses_of(model, net, windows, config, mesh.device).mean(1))
         index.extend(batch)
     model.train()
     rows: Tensor = instep.gather(torch.cat(losses), index=index, process_group=mesh)  # each window's once
@@ -173,7 +181,7 @@ def main(config: Config) -> None:
     model, optimizer = distribute(net, config, run.mesh)
     run.register(model=model, optimizer=optimizer, data=data)  # all that changes from step to step
     run.evaluate_with(
-        lambda: held_out_loss(model if config.parallel.pp > 1 else net, text.held_out, config, run.mesh),
+        lambda: held_out_loss(model if config.parallel.pp > 1 else net, net, text.held_out, config, run.mesh),
         every=config.eval.every,
     )
     for step in run.steps(config.steps):  # goes on where the newest state is

@@ -27,6 +27,7 @@ STAGES = toml.Range("0, 1, 2 or 3", lambda number: number in range(4))
 
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
+TP_CHUNKS = 8
 ABOUT_NODES = ("parallel.nodes", "parallel.rounding")
 NUMERICAL_NAMES = (
     "seed",
@@ -108,6 +109,11 @@ class ParallelConfig(MeshConfig):
     """Format of the tree's sums, in memory and in messages: 4, 2 or 1 byte per weight."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of smaller nodes; stochastic is unbiased, by keyed random bits."""
+    tp_chunks: Count = 0
+    """Chunks of the products that tp cuts, a power of two: the bits depend on it and not on tp. 0: 8 where tp
+    is above 1, else layers stay whole."""
+    sequence: bool = False
+    """Sequence parallelism: between the layers that tp cuts, a rank has a slice of each window."""
     shard_stage: Annotated[int, STAGES] = 0
     """Sharding among the ranks: 0 none, 1 optimizer state, 2 gradients too, 3 weights too. From 2 on,
     gradients travel block by block."""
@@ -172,6 +178,11 @@ class Config(RunConfig):
         """G, the number of micro-batches in a step."""
         return self.batch.global_size // self.batch.micro_size
 
+    @property
+    def tp_chunks(self) -> int:
+        """Chunks of cut products; 0: layers are whole."""
+        return self.parallel.tp_chunks or (TP_CHUNKS if self.parallel.tp > 1 else 0)
+
 
 def validate(config: Config) -> None:
     """Raise ``ValueError``, naming the setting and the fix, for a config that cannot be run."""
@@ -196,7 +207,7 @@ def numerical(config: Config) -> dict[str, Scalar]:
         in_topic = name.partition(".")[0] in NUMERICAL_TOPICS and name not in NOT_NUMERICAL
         if in_topic or name.rstrip(".0123456789") in (*NUMERICAL_NAMES, *ABOUT_NODES):
             found[name] = value
-    return found
+    return found | ({"parallel.tp_chunks": config.tp_chunks} if config.tp_chunks else {})
 
 
 def _check(config: Config) -> None:
@@ -210,6 +221,7 @@ def _check(config: Config) -> None:
         )
     _check_sharding(config)
     _check_pipeline(config)
+    _check_layers(config)
     if config.ranks:
         check_ranks(config, config.ranks)
         check_rows(config.ranks, config.parallel.shard)
@@ -241,6 +253,26 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
+def _check_layers(config: Config) -> None:
+    """Raise ``ValueError`` for settings that layers cut over ranks do not go with."""
+    parallel, chunks = config.parallel, config.tp_chunks
+    if not chunks:
+        if parallel.sequence:
+            raise ValueError("parallel.sequence true with parallel.tp 1: set parallel.tp 2 or more")
+        return
+    named = f"parallel.tp {parallel.tp}, in {chunks} chunks,"
+    for count, what in ((chunks, "parallel.tp_chunks"), (config.model.heads, "model.heads")):
+        if count % parallel.tp:
+            raise ValueError(f"{named} with {what} {count}: expected a multiple of parallel.tp")
+    if parallel.shard_stage > 1:
+        raise ValueError(
+            f"{named} with parallel.shard_stage {parallel.shard_stage}: its weights are cut already; set "
+            "parallel.shard_stage 1, which divides the optimizer's state, or parallel.tp 1"
+        )
+    if parallel.nodes != "float32":
+        raise ValueError(f"{named} with parallel.nodes {parallel.nodes}: leave nodes out, or set tp 1")
+
+
 def schedule_of(parallel: ParallelConfig) -> str:
     """The name of a schedule, or the text in the file that ``parallel.schedule`` is the path of.
 
@@ -259,12 +291,15 @@ def schedule_of(parallel: ParallelConfig) -> str:
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
-    """Raise ``ValueError`` where some of ``num_ranks`` data-parallel ranks would have no micro-batch."""
-    if num_ranks > config.num_leaves:
+    """Raise ``ValueError`` where some of ``num_ranks`` ranks would have no micro-batch."""
+    parallel = config.parallel
+    together = parallel.tp * parallel.ep * parallel.pp
+    if num_ranks > config.num_leaves * together:
         raise ValueError(
             f"{num_ranks} ranks, but only {config.num_leaves} micro-batches "
             f"(global {config.batch.global_size} / micro {config.batch.micro_size}): use at most "
-            f"{config.num_leaves} ranks, a smaller --batch.micro-size or a larger --batch.global-size"
+            f"{config.num_leaves * together} ranks, a smaller --batch.micro-size or a larger "
+            "--batch.global-size"
         )
 
 

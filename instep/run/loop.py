@@ -30,7 +30,7 @@ from instep.net.agree import on_first_rank
 from instep.run.folder import Claimed, claim_together, how_to_go_on, say
 from instep.run.generation import EXIT_CODES, Ending, Generation
 from instep.run.membership import Membership, require_contract
-from instep.run.placement import introduction, layout_of, shard_axis
+from instep.run.placement import axes_for, introduction, layout_of
 from instep.run.recovery import Checkpoints, Snapshots
 from instep.run.replay import StepReplay
 from instep.run.script import script_fields, script_path
@@ -315,8 +315,7 @@ class RunLoop(Iterator[RunStep]):
             device=arranged.named_device,
             timeout_s=settings.timeout_s,
             threads=arranged.threads,
-            shard=shard_axis(member.world_size, arranged.shard),
-            pp=shard_axis(member.world_size, arranged.pp),
+            **axes_for(member.world_size, arranged),
         )
 
     def _claim(self) -> Path:
@@ -350,7 +349,7 @@ class RunLoop(Iterator[RunStep]):
     def _introduction(self, is_first: bool) -> list[str]:
         assert self.path is not None
         asked = self.run._settings.parallel
-        return introduction(self.training, self.path, shard=asked.shard, pp=asked.pp, is_first=is_first)
+        return introduction(self.training, self.path, asked, is_first=is_first)
 
     def _part(self, error: RuntimeError | None) -> None:
         """Leave the group, for ``error``, or because another one is to be formed."""

@@ -6,6 +6,7 @@ It is written down with the settings, and a run says it when it begins.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
+from instep.mesh.axes import MODEL_AXES
 from instep.run.script_training import ScriptTraining
-from instep.run.settings import ScriptBatch, ScriptConfig, ScriptOptimizer
+from instep.run.settings import MeshConfig, ScriptBatch, ScriptConfig, ScriptOptimizer
 from instep.state.homes import Wrapped, offered, shape_of
 
 LISTED = 8  # ranks, whose shares are told one by one
@@ -55,15 +57,29 @@ def shard_axis(num_ranks: int, asked: int) -> int:
     return next((n for n in range(asked, num_ranks) if num_ranks % n == 0), num_ranks)
 
 
+def axes_for(num_ranks: int, asked: MeshConfig) -> dict[str, int]:
+    """The sizes of the mesh's axes but ``dp``, for ``num_ranks`` ranks.
+
+    A run may go on with another number of ranks, which ``asked`` does not divide. Layers are shared by the
+    most ranks that divide both, perhaps one; stages and shard groups are larger then (``shard_axis``).
+    """
+    tp = math.gcd(num_ranks, asked.tp)
+    ep = math.gcd(num_ranks // tp, asked.ep)
+    rest = num_ranks // (tp * ep)
+    pp = shard_axis(rest, asked.pp)
+    return {"tp": tp, "ep": ep, "pp": pp, "shard": shard_axis(rest // pp, asked.shard)}
+
+
 # In words.
 
 
-def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, is_first: bool) -> list[str]:
-    """What the run in ``path`` is about to do, where groups of ``shard`` and ``pp`` ranks were asked for.
+def introduction(training: ScriptTraining, path: Path, asked: MeshConfig, *, is_first: bool) -> list[str]:
+    """What the run in ``path`` is about to do, where a mesh as ``asked`` was wanted.
 
     If it is not the first time: what is other now.
     """
     config, mesh, registered = training.config, training.mesh, training.registered
+    shard, pp, tp, ep = asked.shard, asked.pp, asked.tp, asked.ep
     axes = dict(zip(mesh.axes.names, mesh.axes.sizes, strict=True))
     found, lines = axes.get("shard", 1), []
     if is_first:
@@ -85,6 +101,9 @@ def introduction(training: ScriptTraining, path: Path, *, shard: int, pp: int, i
         lines.append(
             f"{no_multiple} shard group of {shard}: the state is divided among {found}, with the same bits"
         )
+    for axis, wanted in (("tp", tp), ("ep", ep)):
+        if wanted != axes[axis]:
+            lines.append(f"{no_multiple} {axis} {wanted}: {axis} is {axes[axis]}, with the same bits")
     if pp not in (-1, 1, axes.get("pp", 1)):
         lines.append(f"{no_multiple} pipeline of {pp}: pipelines have {axes['pp']} ranks, with the same bits")
     return lines
@@ -134,6 +153,8 @@ def _strategy(training: ScriptTraining, shard: int) -> str:
     if parallel.schedule:
         ranks = counted(training.mesh.axes.size("pp"), "rank")
         stage += f", pipelines of {ranks} ({parallel.schedule})"
+    layers = [f"{axis} {size}" for axis in MODEL_AXES if (size := training.mesh.axes.size(axis)) > 1]
+    stage += "".join(f", {each}" for each in reversed(layers))
     return f"strategy {parallel.strategy}{order}{stage}{_nodes(training)}"
 
 

@@ -34,7 +34,7 @@ from instep.mesh.mesh import Mesh
 from instep.net.device import resolve
 from instep.run.best import Best
 from instep.run.loop import RunLoop, RunStep
-from instep.run.placement import shard_axis
+from instep.run.placement import axes_for
 from instep.run.script import script_command, started
 from instep.run.settings import (
     CheckpointConfig,
@@ -173,10 +173,11 @@ class Run:
         if channel is not None:
             channel.say("deadline", seconds=timeout_s)
             return await_rank(channel.place, channel.num_places, **options)
-        launched, shard, pp = detect(os.environ), parallel.shard, parallel.pp
+        launched = detect(os.environ)
+        axes = {name: getattr(parallel, name) for name in ("shard", "pp", "tp", "ep")}
         if launched.restart_count:  # with fewer ranks, perhaps
-            shard, pp = shard_axis(launched.world_size, shard), shard_axis(launched.world_size, pp)
-        return init(**options, shard=shard, pp=pp)
+            axes = axes_for(launched.world_size, parallel)
+        return init(**options, **axes)
 
     @property
     def rank(self) -> int:

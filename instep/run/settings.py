@@ -31,6 +31,10 @@ class MeshConfig:
     """Threads per rank on a CPU."""
     pp: Positive = 1
     """Ranks per pipeline, each with some of the layers."""
+    tp: Positive = 1
+    """Ranks that share layers, each with a part of them."""
+    ep: Positive = 1
+    """Ranks that share the experts of a layer."""
     shard: Annotated[int, SHARD] = 1
     """Ranks per shard group, which together have one copy of the sharded state; 1: all ranks are one group.
     Best is the number of ranks per host."""

@@ -166,6 +166,7 @@ def trace_head(training: ScriptTraining) -> Fields:
         num_leaves=config.batch.num_micro_batches,
         micro_size=config.batch.micro_size,
         pp=mesh.axes.size("pp"),
+        model_ranks=mesh.model.size,
         schedule=config.parallel.schedule,
         cuts=config.parallel.cuts,
         num_workers=max((loader.num_workers for loader in training.registered.loaders.values()), default=0),

@@ -46,17 +46,32 @@ class Cut(NamedTuple):
     """How one parameter is cut: along ``dim``, over the mesh's axis ``axis``, in boxes of whole units.
 
     A unit has ``unit`` elements of ``dim``, the last one perhaps fewer. Of a fused weight (dim 0 alone)
-    ``parts`` is the number of its parts, each of which is cut.
+    ``parts`` is the number of its parts, each of which is cut. ``heads`` stay whole, where there are any.
     """
 
     axis: str
     dim: int
     unit: int
     parts: int = 1
+    heads: int = 0
+
+    def num_units(self, shape: Sequence[int]) -> int:
+        """Of all of a parameter of this ``shape``."""
+        return -(-shape[self.dim] // (self.parts * self.unit))
+
+    def require_ranks(self, name: str, shape: Sequence[int], size: int) -> None:
+        """Raise ``ValueError`` unless ``size`` ranks can have equal parts of parameter ``name``."""
+        for what, count in (("heads", self.heads), ("chunks", self.num_units(shape))):
+            if count % size:
+                fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+                raise ValueError(
+                    f"{name!r} has {count} {what}, which {self.axis}({size}) ranks cannot share equally: "
+                    f"expected {self.axis} among {fits}"
+                )
 
     def units(self, shape: Sequence[int], rank: int, size: int) -> range:
         """The units that ``rank`` of ``size`` has; ``shape`` is that of all of the parameter."""
-        count = -(-shape[self.dim] // (self.parts * self.unit))
+        count = self.num_units(shape)
         return range(rank * count // size, (rank + 1) * count // size)
 
     def box(self, shape: Sequence[int], units: range) -> Box:
@@ -89,6 +104,8 @@ class BoxHome(Home):
         """Cut the parameters in ``cuts``, by name: each rank keeps its box."""
         named = dict(zip(self.names, self.parameters, strict=True))
         for name, cut in cuts.items():
+            cut.require_ranks(name, named[name].shape, self.mesh.along[cut.axis].size)
+        for name, cut in cuts.items():
             self._cuts[id(named[name])] = cut
             entry(named[name]).peers = weakref.ref(self._gradients[cut.axis])
         self._take_boxes([named[name] for name in cuts])
@@ -110,6 +127,9 @@ class BoxHome(Home):
             p.data = p.new_empty(self.local_shape(p))
 
     def _bind(self, mesh: Mesh) -> None:
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if (cut := self.cut_of(p)) is not None:
+                cut.require_ranks(name, self.shape_of(p), mesh.along[cut.axis].size)
         self.mesh = self.replicas = mesh
         self.group, self.everyone = mesh.model.group, mesh.world.group
 

@@ -333,8 +333,8 @@ def _is_range(shape: Shape, first: Json, last: Json, box: list[Json]) -> bool:
     if not (pairs and all(start < stop for start, stop in box[0])):
         return False
     cut = grid(shape, tuple(map(tuple, box[0])))
-    whole = len(cut) == len(shape) or (box[0][0][0] == 0 and cut[0] * cut[1] == shape[0])
-    return whole and all(stop <= size for (_, stop), size in zip(box[0], cut, strict=True))
+    fits = len(cut) == len(shape) or (box[0][0][0] == 0 and cut[0] > 1 and cut[0] * cut[1] == shape[0])
+    return fits and all(stop <= size for (_, stop), size in zip(box[0], cut, strict=True))
 
 
 def _is_order(x: Json) -> bool:

@@ -351,7 +351,7 @@ def threads(run: RunMeasurements) -> Advice | None:
 def uneven(run: RunMeasurements) -> Advice | None:
     """All ranks wait for those with one micro-batch more."""
     setting = run.setting
-    num, num_ranks = setting.num_leaves, setting.world_size // setting.pp
+    num, num_ranks = setting.num_leaves, setting.data_ranks
     if not num or num % num_ranks == 0:
         return None
     most = math.ceil(num / num_ranks)

@@ -24,10 +24,16 @@ class RunSetting:
     num_leaves: int  # micro-batches per step, of all ranks; 0: unknown
     micro_size: int = 0  # samples in one; 0: unknown
     pp: int = 1  # ranks of a pipeline
+    model_ranks: int = 1  # that compute a micro-batch together, along tp and ep
     schedule: str = ""  # of a pipeline; "": there is none
     device: str = "cpu"
     num_workers: int = 0  # processes that read for a rank
     cuts: str | Sequence[int] = ""  # what a pipeline is cut by, or where: its stages' first layers
+
+    @property
+    def data_ranks(self) -> int:
+        """Among which the micro-batches are shared out."""
+        return self.world_size // (self.pp * self.model_ranks)
 
     @property
     def overlaps(self) -> bool:
@@ -43,7 +49,7 @@ def setting_of(found: Any) -> RunSetting | None:
     if needed - known.keys() or not all(_can_be(name, value) for name, value in known.items()):
         return None
     setting = RunSetting(**known)
-    return setting if setting.pp <= setting.world_size else None
+    return setting if setting.pp * setting.model_ranks <= setting.world_size else None
 
 
 def _can_be(name: str, value: object) -> bool:

@@ -1,0 +1,29 @@
+"""Tensor parallelism: layers cut over the ranks of the mesh's axis ``tp``, with the bits of one rank.
+
+    model = GPT(config)                                  # with values, the same on all ranks
+    instep.tensor.shard(model, mesh, instep.tensor.gpt_plan(model), chunks=8)
+    model = instep.DataParallel(model, mesh)             # over the data axes
+
+Start reading in ``plan.py``, then ``layers.py``; ``products.py`` says why the bits do not depend on ``tp``.
+"""
+
+from instep.tensor.layers import ColumnLinear, RowLinear
+from instep.tensor.loss import cross_entropy
+from instep.tensor.plan import Column, Row, Sequence, Style, Vocabulary, gather, scatter, shard
+from instep.tensor.plans import gpt_plan, llama_plan
+
+__all__ = [
+    "Column",
+    "ColumnLinear",
+    "Row",
+    "RowLinear",
+    "Sequence",
+    "Style",
+    "Vocabulary",
+    "cross_entropy",
+    "gather",
+    "gpt_plan",
+    "llama_plan",
+    "scatter",
+    "shard",
+]

@@ -1,0 +1,89 @@
+"""What ranks along ``tp`` exchange inside of a layer: sums down the tree, and slices of the sequence.
+
+Sums move data and add locally, in the order of the tree (``products.tree_sum``), so that they have the bits
+of one rank. Bytes that a rank receives, t ranks, x of S bytes:
+
+    sum              all-to-all of slices, then an all-gather     2 S (t-1)/t
+    sum_slice        all-to-all                                   S (t-1)/t       sequence parallelism:
+    gather_slices    all-gather of slices of S/t                  S (t-1)/t       together as much as a sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from instep.events import TENSOR_PARALLEL
+from instep.mesh.axes import round_up
+from instep.mesh.mesh import Axis
+from instep.state.boxes import BoxHome
+from instep.tensor.products import tree_sum
+
+ALIGN_ELEMENTS = 16
+SMALL_BYTES = 64 << 10  # two messages take longer than to receive and add all of this
+
+
+class TensorRanks:
+    """The ranks along ``tp`` of the mesh that ``boxes`` live in at the moment."""
+
+    def __init__(self, boxes: BoxHome) -> None:
+        self.boxes = boxes
+
+    @property
+    def axis(self) -> Axis:
+        return self.boxes.mesh.along["tp"]
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+    @property
+    def rank(self) -> int:
+        return self.axis.rank
+
+    def rows(self, x: Tensor, cause: str = TENSOR_PARALLEL) -> Tensor:
+        """The ``x`` of every rank: (t, *x.shape)."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        out = x.new_empty(self.size, x.numel())
+        with self.boxes.mesh.recorder.span(cause, lane="host", num_bytes=out.nbytes):
+            self.axis.group.all_gather(out.view(-1), x.contiguous().view(-1), cause)
+        return out.view(self.size, *x.shape)
+
+    def sum(self, x: Tensor, cause: str = TENSOR_PARALLEL) -> Tensor:
+        """The sum of the ``x`` of all ranks, which are subtrees in order, on each of them."""
+        size = self.size
+        if size == 1:
+            return x
+        if size == 2 or x.nbytes <= SMALL_BYTES:
+            return tree_sum(self.rows(x, cause).unbind())
+        length = round_up(-(-x.numel() // size), ALIGN_ELEMENTS)
+        padded = x.new_zeros(size * length)
+        padded[: x.numel()] = x.reshape(-1)
+        own = tree_sum(self._to_owners(padded, cause).view(size, length).unbind())
+        return self.rows(own, cause).view(-1)[: x.numel()].view(x.shape)
+
+    def sum_slice(self, x: Tensor) -> Tensor:
+        """Of the sum of the ``x`` (B, T, ...) of all ranks, this rank's slice of the sequence."""
+        if self.size == 1:
+            return x
+        slices = torch.stack(x.chunk(self.size, 1))  # (t, B, T / t, ...)
+        return tree_sum(self._to_owners(slices, TENSOR_PARALLEL).view(slices.shape).unbind())
+
+    def gather_slices(self, x: Tensor) -> Tensor:
+        """The slices ``x`` (B, T / t, ...) of all ranks as (B, T, ...)."""
+        return torch.cat(self.rows(x).unbind(), 1)
+
+    def own_slice(self, x: Tensor) -> Tensor:
+        """Of ``x`` (B, T, ...) this rank's slice of the sequence, contiguous."""
+        return x.chunk(self.size, 1)[self.rank].contiguous()
+
+    def _to_owners(self, x: Tensor, cause: str) -> Tensor:
+        """Part r of ``x`` goes to rank r; the parts that have come, in rank order."""
+        out = torch.empty_like(x)
+        lengths: Sequence[int] = [x.numel() // self.size] * self.size
+        with self.boxes.mesh.recorder.span(cause, lane="host", num_bytes=x.nbytes):
+            self.axis.group.all_to_all(out.view(-1), x.view(-1), lengths, lengths, cause)
+        return out

@@ -1,0 +1,320 @@
+"""Layers of which each rank along ``tp`` has a part; they hold the parameters of the layers they replace.
+
+    tokens  --> VocabularyEmbedding --> x, the same on all ranks
+    x --> ColumnLinear --> this rank's columns --> a function of columns --> RowLinear --> y, the same on all
+
+The ranks compute the same micro-batch. In backward a ``ColumnLinear`` sums the gradient of its input over the
+ranks, in forward a ``RowLinear`` its output: one exchange each, as in Megatron-LM (Shoeybi et al. 2019).
+Where ``is_sequence`` is set, what is between a row and the next column is cut into slices of the sequence
+(sequence parallelism, Korthikanti et al. 2022): x is (B, T / t, D) there, sums give slices, and a column
+gathers them first. Norms and dropout between them work on slices (``SequenceNorm``, ``SequenceDropout``).
+
+Gradients of parameters that all ranks have are the same bits on all of them. Those that are sums over tokens
+in slices are added over ``chunks`` stretches of the sequence, with slices or without.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from instep.tensor import products
+from instep.tensor.exchange import TensorRanks
+
+
+class _Column(Function):
+    """x (B, T, K), w (P N, K), bias (P N,) or None -> (B, T, P N)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, layer: ColumnLinear) -> Tensor:
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        rows = layer.ranks.gather_slices(x) if layer.is_sequence else x
+        rows = rows.flatten(0, -2).contiguous()
+        ctx.save_for_backward(x if layer.is_sequence else rows, w)  # a slice is gathered again
+        y = products.times_rows(rows, w, layer.unit, layer.parts)
+        if bias is not None:
+            y.add_(bias)
+        return y.view(*layer.whole_shape(x), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        layer, (x, w) = ctx.layer, ctx.saved_tensors
+        shape = (*dy.shape[:-1], w.shape[1])
+        rows = layer.ranks.gather_slices(x).flatten(0, -2) if layer.is_sequence else x
+        dy = dy.flatten(0, -2).contiguous()
+        dx = dw = db = None
+        if ctx.needs_input_grad[1] or (ctx.has_bias and ctx.needs_input_grad[2]):
+            dw, db = products.gradient_of_rows(dy, rows, layer.unit, layer.parts)
+        if ctx.needs_input_grad[0]:
+            own = products.sum_over_rows(dy, w, layer.unit, layer.parts).view(shape)
+            dx = layer.ranks.sum_slice(own) if layer.is_sequence else layer.ranks.sum(own)
+        return dx, dw, db if ctx.has_bias else None, None
+
+
+class _Row(Function):
+    """x (B, T, K), of which this rank has K features, w (N, K), bias (N,) or None -> (B, T, N)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, layer: RowLinear) -> Tensor:
+        ctx.layer, ctx.has_bias, ctx.shape = layer, bias is not None, x.shape
+        rows = x.flatten(0, -2).contiguous()
+        ctx.save_for_backward(rows, w)
+        own = products.sum_over_columns(rows, w, layer.unit).view(*x.shape[:-1], -1)
+        y = layer.ranks.sum_slice(own) if layer.is_sequence else layer.ranks.sum(own)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        layer, (rows, w) = ctx.layer, ctx.saved_tensors
+        db = None
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            parts = (part.flatten(0, -2).sum(0) for part in layer.stretches(dy))
+            db = layer.total(products.tree_sum(parts))
+        whole = layer.ranks.gather_slices(dy) if layer.is_sequence else dy
+        dx, dw = products.gradient_of_columns(whole.flatten(0, -2).contiguous(), rows, w, layer.unit)
+        return dx.view(ctx.shape), dw, db, None
+
+
+class TensorLayer(nn.Module):
+    """A layer over ``ranks``. ``chunks``: of the sequence, for gradients that are sums over tokens."""
+
+    def __init__(self, ranks: TensorRanks, chunks: int, *, is_sequence: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.chunks, self.is_sequence = ranks, chunks, is_sequence
+
+    def whole_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of ``x`` without its features, with the whole sequence."""
+        if not self.is_sequence:
+            return tuple(x.shape[:-1])
+        return (x.shape[0], x.shape[1] * self.ranks.size, *x.shape[2:-1])
+
+    def stretches(self, x: Tensor) -> list[Tensor]:
+        """``x`` (B, T, ...), all of the sequence or a slice, in stretches of a ``chunks``-th of it.
+
+        A sequence that is no multiple, or none, is one stretch.
+
+        Raises:
+            ValueError: it is no multiple, and ranks have slices.
+        """
+        whole = x.shape[1] * (self.ranks.size if self.is_sequence else 1) if x.dim() > 2 else 1
+        if whole % self.chunks == 0:
+            return [part.contiguous() for part in x.split(whole // self.chunks, 1)]
+        if self.is_sequence:
+            raise ValueError(
+                f"expected a sequence whose length is a multiple of chunks({self.chunks}), got {whole}: "
+                "ranks have slices of it; pad the sequence, or shard without sequence=True"
+            )
+        return [x.contiguous()]
+
+    def total(self, own: Tensor) -> Tensor:
+        """The sum of ``own``, a sum over this rank's stretches, over all of them."""
+        return self.ranks.sum(own) if self.is_sequence else own
+
+    def extra_repr(self) -> str:
+        return f"tp={self.ranks.size}, chunks={self.chunks}" + ", sequence" * self.is_sequence
+
+
+class ColumnLinear(TensorLayer):
+    """A linear layer whose output features are cut, in units of ``unit``, of each of ``parts`` fused ones.
+
+    With ``gathers_output`` all ranks have all features of the output.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        ranks: TensorRanks,
+        chunks: int,
+        unit: int,
+        *,
+        parts: int = 1,
+        gathers_output: bool = False,
+        is_sequence: bool = False,
+    ) -> None:
+        super().__init__(ranks, chunks, is_sequence=is_sequence)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.unit, self.parts, self.gathers_output = unit, parts, gathers_output
+
+    def widths(self) -> list[int]:
+        """How many output features each rank has."""
+        cut, size = self.ranks.boxes.cut_of(self.weight), self.ranks.size
+        assert cut is not None
+        shape = self.ranks.boxes.shape_of(self.weight)
+        units = [cut.units(shape, rank, size) for rank in range(size)]
+        return [min(x.stop * self.unit, self.out_features) - x.start * self.unit for x in units]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = cast(Tensor, _Column.apply(*autocast(x, self.weight, self.bias), self))
+        return cast(Tensor, _Gather.apply(y, self)) if self.gathers_output else y
+
+
+class RowLinear(TensorLayer):
+    """A linear layer whose input features are cut, in units of ``unit``; its bias is added after the sum."""
+
+    def __init__(
+        self, linear: nn.Linear, ranks: TensorRanks, chunks: int, unit: int, *, is_sequence: bool = False
+    ) -> None:
+        super().__init__(ranks, chunks, is_sequence=is_sequence)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, _Row.apply(*autocast(x, self.weight, self.bias), self))
+
+
+class _Gather(Function):
+    """The columns (..., N) of each rank -> those of all ranks, which go on alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ColumnLinear) -> Tensor:
+        widths, rank = layer.widths(), layer.ranks.rank
+        ctx.begin, ctx.width = sum(widths[:rank]), x.shape[-1]
+        padded = F.pad(x, (0, max(widths) - x.shape[-1]))
+        rows = layer.ranks.rows(padded)
+        return torch.cat([row[..., :width] for row, width in zip(rows, widths, strict=True)], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy.narrow(-1, ctx.begin, ctx.width).contiguous(), None
+
+
+class VocabularyEmbedding(TensorLayer):
+    """An embedding whose rows are cut: a rank looks up the tokens that it has, and all others are zeros."""
+
+    def __init__(self, embedding: nn.Embedding, ranks: TensorRanks, chunks: int) -> None:
+        super().__init__(ranks, chunks)
+        self.weight = embedding.weight
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = own_rows(self.ranks, self.weight).start
+        inside = (tokens >= first) & (tokens < first + len(self.weight))
+        x = F.embedding(torch.where(inside, tokens - first, 0), self.weight)
+        return cast(Tensor, _SumOfOne.apply(torch.where(inside.unsqueeze(-1), x, 0.0), self.ranks))
+
+
+class _SumOfOne(Function):
+    """The sum over ranks, of which one alone has no zero there; with one rank, too, -0 becomes 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        return ranks.sum(x) + 0.0
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy, None
+
+
+class SequenceNorm(TensorLayer):
+    """A norm of each token by itself; its weights' gradients are added over stretches of the sequence.
+
+    In backward it computes each stretch again.
+    """
+
+    norm: nn.Module
+
+    def __init__(self, norm: nn.Module, ranks: TensorRanks, chunks: int, *, is_sequence: bool) -> None:
+        super().__init__(ranks, chunks, is_sequence=is_sequence)
+        self.__dict__["norm"] = norm  # not a module of this one: parameters keep their names
+        self._parameters.update(norm._parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, _Norm.apply(x, self, *self._parameters.values()))
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: SequenceNorm, *parameters: Tensor | None) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return cast(Tensor, layer.norm.forward(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        layer, (x,) = ctx.layer, ctx.saved_tensors
+        parameters = [p for p in layer._parameters.values() if p is not None and p.requires_grad]
+        of_x, of_parameters = [], []
+        for part, its_dy in zip(layer.stretches(x), layer.stretches(dy), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                y = layer.norm.forward(part)
+                found = torch.autograd.grad(y, [part, *parameters], its_dy)
+            of_x.append(found[0])
+            of_parameters.append(found[1:])
+        sums = iter([layer.total(products.tree_sum(each)) for each in zip(*of_parameters, strict=True)])
+        return (
+            torch.cat(of_x, 1),
+            None,
+            *(next(sums) if p is not None and p.requires_grad else None for p in layer._parameters.values()),
+        )
+
+
+class SequenceDropout(TensorLayer):
+    """Dropout with the mask of the whole sequence, of which a rank has its slice."""
+
+    def __init__(self, dropout: nn.Dropout, ranks: TensorRanks, chunks: int, *, is_sequence: bool) -> None:
+        super().__init__(ranks, chunks, is_sequence=is_sequence)
+        self.p = dropout.p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        mask = F.dropout(x.new_ones(*self.whole_shape(x), x.shape[-1]), self.p)
+        return x * (self.ranks.own_slice(mask) if self.is_sequence else mask)
+
+
+class ToSlices(Function):
+    """x (B, T, ...), the same on all ranks -> this rank's slice of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.own_slice(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.ranks.gather_slices(dy.contiguous()), None
+
+
+class FromSlices(Function):
+    """The slices of all ranks -> x (B, T, ...), with which all ranks go on alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather_slices(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.ranks.own_slice(dy), None
+
+
+def own_rows(ranks: TensorRanks, weight: Tensor) -> range:
+    """The rows of all of ``weight``, cut along dim 0, that are here."""
+    cut = ranks.boxes.cut_of(weight)
+    assert cut is not None
+    first = ranks.boxes.units(weight).start * cut.unit
+    return range(first, first + len(weight))
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """``tensors`` as ``F.linear`` takes them: under autocast in its dtype."""
+    kind = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if x is None else x.to(dtype) for x in tensors)

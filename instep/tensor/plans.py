@@ -1,0 +1,53 @@
+"""Plans for models that many train: the GPT of ``instep train``, and Llama as Hugging Face writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from instep.tensor.plan import Column, Row, Sequence, Style, Vocabulary, gather, scatter
+
+
+def gpt_plan(model: Any, *, gathers_logits: bool = False) -> dict[str, Style]:
+    """For ``instep.models.transformer.GPT``; by default its logits stay cut, for ``cross_entropy``.
+
+    Example:
+        >>> plan = instep.tensor.gpt_plan(net)
+    """
+    return {
+        "embedding.tokens": Vocabulary(),
+        "embedding": scatter,
+        "blocks.*.attention_norm": Sequence(),
+        "blocks.*.attention.qkv": Column(parts=3, heads=model.config.heads),
+        "blocks.*.attention.out": Row(),
+        "blocks.*.attention.dropout": Sequence(),
+        "blocks.*.feed_forward_norm": Sequence(),
+        "blocks.*.feed_forward.up": Column(),
+        "blocks.*.feed_forward.down": Row(),
+        "blocks.*.feed_forward.dropout": Sequence(),
+        "head": gather,
+        "head.out": Column(gathers_output=gathers_logits, is_vocabulary=True),
+    }
+
+
+def llama_plan(model: nn.Module) -> dict[str, Style]:
+    """For ``transformers.LlamaForCausalLM`` and models built like it (Mistral, Qwen2, SmolLM); without
+    ``sequence=True``.
+
+    Grouped queries: a rank has whole heads of queries, and the heads of keys and values that they read.
+    """
+    config: Any = model.config
+    of_queries, of_keys = config.num_attention_heads, config.num_key_value_heads
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    return {
+        "model.embed_tokens": Vocabulary(),
+        f"{attention}.q_proj": Column(heads=of_queries),
+        f"{attention}.k_proj": Column(heads=of_keys),
+        f"{attention}.v_proj": Column(heads=of_keys),
+        f"{attention}.o_proj": Row(),
+        f"{mlp}.gate_proj": Column(),
+        f"{mlp}.up_proj": Column(),
+        f"{mlp}.down_proj": Row(),
+        "lm_head": Column(gathers_output=True, is_vocabulary=True),
+    }
