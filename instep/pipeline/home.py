@@ -21,7 +21,9 @@ from instep.mesh.mesh import Mesh
 from instep.net.process_group import Group
 from instep.shard.unit import become
 from instep.state.alignment import align
+from instep.state.boxes import BoxHome
 from instep.state.homes import DividedOptimizer, Home, ParameterShard, dense_strides, undivided
+from instep.state.shards import Box
 
 NO_VALUES = (
     "the parameters of this pipeline were on the meta device and have no values yet: call "
@@ -41,6 +43,8 @@ _ABSENT = "instep_absent"  # an attribute, so that a closed pipeline's parameter
 class PipelineHome(Home):
     """The ``named`` parameters: number i is on rank ``ranks[i]`` of ``group``; ``everyone`` trains them.
 
+    ``boxes`` is the home that they had before, if layers are cut over ranks too: a stage has its boxes.
+
     With ``release`` those of other ranks give their memory back. ``replicas`` is the mesh whose data axes
     have the ranks of one stage. ``before`` is the home that they had in another group. All are absent then,
     until a state is put, and so are those from the meta device, which come to the device of the mesh.
@@ -57,7 +61,9 @@ class PipelineHome(Home):
         named: Mapping[str, Tensor],
         ranks: Sequence[int],
         before: PipelineHome | None = None,
+        boxes: BoxHome | None = None,
     ) -> None:
+        self.boxes: BoxHome | None = boxes
         self.group, self.everyone, self.replicas = group, everyone, replicas
         self.names, self.parameters = list(named), list(named.values())
         self._rank_of = {id(p): rank for p, rank in zip(self.parameters, ranks, strict=True)}
@@ -67,12 +73,19 @@ class PipelineHome(Home):
             self._shapes = {id(p): (p.shape, dense_strides(p)) for p in self.parameters}
         else:
             self._shapes = before._shapes
+        if boxes is not None:
+            shapes = [boxes.local_shape(p) for p in self.parameters]
+            empty = [torch.empty(shape, device="meta") for shape in shapes]
+            self._shapes = {id(p): (x.shape, x.stride()) for p, x in zip(self.parameters, empty, strict=True)}
         for p in self.parameters:
             if p.is_meta:
                 become(p, _nothing(p, replicas.device))
                 setattr(p, _ABSENT, True)
         here = [p for p in self.parameters if self.holds(p)]
-        self.held = [ParameterShard(p, 0, self.shape_of(p).numel(), p, self.shape_of(p)) for p in here]
+        self.held = [
+            ParameterShard(p, 0, self._shapes[id(p)][0].numel(), p, self.shape_of(p), self.box_of(p))
+            for p in here
+        ]
 
     def release(self) -> None:
         """Keep no values of what other ranks have."""
@@ -85,10 +98,13 @@ class PipelineHome(Home):
         return self._rank_of.get(id(parameter), self.group.rank) == self.group.rank
 
     def shape_of(self, parameter: Tensor) -> torch.Size:
-        return self._shapes[id(parameter)][0]
+        return self._shapes[id(parameter)][0] if self.boxes is None else self.boxes.shape_of(parameter)
 
     def strides_of(self, parameter: Tensor) -> tuple[int, ...]:
-        return self._shapes[id(parameter)][1]
+        return self._shapes[id(parameter)][1] if self.boxes is None else self.boxes.strides_of(parameter)
+
+    def box_of(self, parameter: Tensor) -> Box | None:
+        return None if self.boxes is None else self.boxes.box_of(parameter)
 
     def slices_with(self, parameter: Tensor) -> list[int]:
         return [self._rank_of[id(parameter)]]
@@ -122,9 +138,14 @@ class PipelineHome(Home):
         Raises:
             ValueError: parameters have no values yet.
         """
+        own = self.fetch_own(parameter)
+        return own if self.boxes is None else self.boxes.whole(parameter, own)
+
+    def fetch_own(self, parameter: Tensor) -> Tensor:
+        """What a rank of the stage of ``parameter`` computes with: a box where layers are cut. Collective."""
         if not self.has_values:
             raise ValueError(NO_VALUES)
-        found = torch.empty(self.shape_of(parameter), dtype=parameter.dtype, device=parameter.device)
+        found = self.empty_like(parameter)
         if self.holds(parameter):
             found.copy_(parameter.detach())
         rank = self._rank_of[id(parameter)]
@@ -133,8 +154,8 @@ class PipelineHome(Home):
 
     def divided(self, optimizer: Optimizer) -> DividedOptimizer:
         """As ``Home`` says: it steps what is here, and nothing else has a gradient."""
-        whole = undivided(optimizer)
-        held = {i: x for i, x in whole.held.items() if self.holds(x.parameter)}
+        whole, own = undivided(optimizer), {id(x.parameter): x for x in self.held}
+        held = {i: own[id(x.parameter)] for i, x in whole.held.items() if id(x.parameter) in own}
         return DividedOptimizer(
             group=self.group,
             locals=(optimizer,),

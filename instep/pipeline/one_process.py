@@ -27,7 +27,6 @@ from instep.pipeline.layers import Layer, Layers, numbered_blocks, replaced
 from instep.pipeline.runtime import StepTask
 from instep.pipeline.stage import Stage
 from instep.rng.keys import LeafKeys
-from instep.state.homes import with_strides
 from instep.verify.comparison import Part, compare
 from instep.verify.gradient_report import Report
 from instep.verify.subject import GradientPiece
@@ -83,8 +82,7 @@ class PipelineTrial:
         """The gradients of ``parameters``, of all layers, micro-batch by micro-batch. Collective."""
         instead: dict[int, nn.Parameter] = {}  # with values, by the identity of what they stand for
         for p in self.home.parameters:
-            own = with_strides(self.home.fetch(p), self.home.strides_of(p))
-            instead[id(p)] = nn.Parameter(own, p.requires_grad)
+            instead[id(p)] = nn.Parameter(self.home.fetch_own(p), p.requires_grad)
         layers = Layers(self.layers)
         with replaced(layers.places(instead)), ExitStack() as stack:
             device = next((p.device for p in layers.parameters()), torch.device("cpu"))

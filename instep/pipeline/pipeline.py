@@ -51,6 +51,7 @@ from instep.replicate.module_proxy import ModuleProxy
 from instep.replicate.strategies import find
 from instep.shard.materialise import Init
 from instep.state import homes
+from instep.state.boxes import BoxHome
 from instep.state.homes import Wrapped
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.micro_batches import DataSource, count_and_source
@@ -155,6 +156,11 @@ class Pipeline(WrappedOnce, ModuleProxy):
     def _bind(self, mesh: Mesh) -> None:
         """Take part in ``mesh``. Collective. Where it fails, parameters have the values that they had."""
         self.mesh, self.recorder, self._is_closed = mesh, mesh.recorder, True
+        if self.home is None:  # layers may be cut over ranks too
+            found = homes.homes(self.module.parameters())
+            self._boxes = next((there for there in found if isinstance(there, BoxHome)), None)
+        elif self._boxes is not None:
+            self._boxes.bind(mesh)
         with ExitStack() as stack:
             self.group = _closed_by(stack, mesh.world.duplicate())
             self._pp_group = _closed_by(stack, mesh.along["pp"].duplicate())
@@ -174,7 +180,7 @@ class Pipeline(WrappedOnce, ModuleProxy):
             named = dict(self.module.named_parameters())
             used = ties_of(named, self._parts)
             owners = [ranks[stages[0]] for _, stages in used]
-            home = PipelineHome(self._pp_group, self.group, mesh, named, owners, self.home)
+            home = PipelineHome(self._pp_group, self.group, mesh, named, owners, self.home, self._boxes)
             homes.settle(home)
             stack.callback(homes.leave, home)
             if not home.has_values and not isinstance(mesh, UnrankedMesh):

@@ -20,6 +20,7 @@ from instep.memory import bytes_of, tensor_of
 from instep.pipeline.home import PipelineHome
 from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
 from instep.reduce.owners import GradientPeers, entry
+from instep.state.boxes import BoxGradients
 
 Sample: TypeAlias = tuple[Tensor, bytes]  # the parameter that has the smallest gradient, and that
 CHANGED = (
@@ -39,9 +40,12 @@ class StageGradients(GradientPeers):
         self._mine = sorted(mine, key=Tensor.numel) if home.group.size > 1 else []
         self._versions: list[tuple[int, int]] = []
         self._sample: Sample | None = None  # a GradScaler writes past torch's count of writes
+        self._of_boxes: dict[int, StagesOfBoxes] = {}  # by the identity of the peers in them
         if home.group.size > 1:
             for p in home.parameters:
-                entry(p).peers = weakref.ref(self)
+                peers = None if home.boxes is None else home.boxes.gradients_of(p)
+                both = peers and self._of_boxes.setdefault(id(peers), StagesOfBoxes(self, peers))
+                entry(p).peers = weakref.ref(both or self)
 
     def changed(self) -> None:
         """Gradients have been reduced, or clipped: nothing else may write to them."""
@@ -67,6 +71,27 @@ class StageGradients(GradientPeers):
         if sample is not None and sample[0].grad is not None:
             is_same &= _bytes_of(sample[0]) == sample[1]
         return None if is_same else CHANGED
+
+
+class StagesOfBoxes(GradientPeers):
+    """The gradients of all ``stages`` of parameters that are in boxes, which ``boxes`` are the peers of."""
+
+    cut = True
+
+    def __init__(self, stages: StageGradients, boxes: BoxGradients) -> None:
+        self._stages, self._boxes = weakref.ref(stages), boxes
+
+    def pieces(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._boxes.pieces(gradients)
+
+    def square_sums(self, own: Sequence[float]) -> list[float]:
+        stages = self._stages()
+        assert stages is not None
+        return stages.square_sums(self._boxes.square_sums(own))
+
+    def changed(self) -> None:
+        if (stages := self._stages()) is not None:
+            stages.changed()
 
 
 def _bytes_of(p: Tensor) -> bytes:

@@ -36,8 +36,11 @@ MATRIX = 2  # dimensions; vectors (norms, biases) have fewer, and are not decaye
 
 
 def make_model(config: Config, device: torch.device) -> GPT:
-    """With weights by name; in stage 3 and in pipelines without any, since no rank is to have all of them."""
-    without_values = config.parallel.shard_stage == 3 or config.parallel.pp > 1
+    """With weights by name; in stage 3 and in pipelines without any, since no rank is to have all of them.
+
+    Layers that are cut get their boxes from whole weights.
+    """
+    without_values = config.parallel.shard_stage == 3 or (config.parallel.pp > 1 and not config.tp_chunks)
     with torch.device("meta" if without_values else device):
         net = GPT(GPTConfig(**asdict(config.model)))
     if not without_values:
@@ -73,7 +76,8 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
         model = pipeline(net, config, mesh, **options)
-        model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
+        if not config.tp_chunks:
+            model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
     elif layout.shard_stage >= 2:
         options["device"] = mesh.device
         model = instep.fully_shard(net, mesh, layout.shard_stage, **options)

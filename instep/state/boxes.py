@@ -97,7 +97,7 @@ class BoxHome(Home):
         self._shapes = {id(p): p.shape for p in self.parameters}
         self._gradients = {axis: BoxGradients(self, axis) for axis in MODEL_AXES}
         align(self.parameters)
-        self._bind(mesh)
+        self.bind(mesh)
         settle(self)
 
     def cut(self, cuts: Mapping[str, Cut]) -> None:
@@ -118,7 +118,7 @@ class BoxHome(Home):
     def join(self, mesh: Mesh) -> None:
         """Take part in ``mesh``: boxes as its axes cut them. No communication."""
         had_all = self.resident and self.has_values
-        self._bind(mesh)
+        self.bind(mesh)
         if had_all:
             self._take_boxes(self.parameters)
             return
@@ -126,7 +126,8 @@ class BoxHome(Home):
         for p in self.parameters:
             p.data = p.new_empty(self.local_shape(p))
 
-    def _bind(self, mesh: Mesh) -> None:
+    def bind(self, mesh: Mesh) -> None:
+        """The boxes are those of ``mesh``; memory stays as it is."""
         for name, p in zip(self.names, self.parameters, strict=True):
             if (cut := self.cut_of(p)) is not None:
                 cut.require_ranks(name, self.shape_of(p), mesh.along[cut.axis].size)
@@ -158,6 +159,11 @@ class BoxHome(Home):
     def cut_of(self, parameter: Tensor) -> Cut | None:
         return self._cuts.get(id(parameter))
 
+    def gradients_of(self, parameter: Tensor) -> BoxGradients | None:
+        """The peers of a parameter that is cut."""
+        cut = self.cut_of(parameter)
+        return None if cut is None else self._gradients[cut.axis]
+
     def shape_of(self, parameter: Tensor) -> torch.Size:
         return self._shapes[id(parameter)]
 
@@ -180,10 +186,11 @@ class BoxHome(Home):
 
     def same_slice(self, parameter: Tensor) -> list[int]:
         """As ``Home`` says: those at this rank's place on the axis of the cut."""
-        cut, axes = self.cut_of(parameter), self.mesh.axes
-        places = [axes.coordinates(rank) for rank in self.group.ranks]
-        mine = self.mesh.coordinates
-        return [i for i, its in enumerate(places) if cut is None or its[cut.axis] == mine[cut.axis]]
+        if (cut := self.cut_of(parameter)) is None:
+            return list(range(self.group.size))
+        places = [self.mesh.axes.coordinates(rank)[cut.axis] for rank in self.group.ranks]
+        mine = self.mesh.along[cut.axis].rank
+        return [i for i, place in enumerate(places) if place == mine]
 
     def num_shares(self, parameter: Tensor) -> int:
         """As ``Home`` says."""
@@ -195,17 +202,20 @@ class BoxHome(Home):
 
     def fetch(self, parameter: Tensor) -> Tensor | None:
         """As ``Home`` says."""
+        return None if self.resident else self.whole(parameter, parameter.detach().clone())
+
+    def whole(self, parameter: Tensor, own: Tensor) -> Tensor:
+        """All of ``parameter``, of which this rank has ``own``. Collective over the axis that cuts it."""
         if (box := self.box_of(parameter)) is None:
-            return None if self.resident else parameter.detach().clone()
+            return own
         cut, shape = self._cuts[id(parameter)], self.shape_of(parameter)
         axis = self.mesh.along[cut.axis]
         boxes = [cut.box(shape, cut.units(shape, rank, axis.size)) for rank in range(axis.size)]
         lengths = [box_shape(shape, each).numel() for each in boxes]
-        out = parameter.new_empty(axis.size, max(lengths))
-        own = parameter.new_zeros(max(lengths))
-        own[: parameter.numel()] = parameter.detach().reshape(-1)
-        axis.group.all_gather(out.view(-1), own, "the gathering of a state dict")
-        whole = parameter.new_empty(grid(tuple(shape), box))
+        out, padded = own.new_empty(axis.size, max(lengths)), own.new_zeros(max(lengths))
+        padded[: own.numel()] = own.reshape(-1)
+        axis.group.all_gather(out.view(-1), padded, "the gathering of a state dict")
+        whole = own.new_empty(grid(tuple(shape), box))
         for row, length, each in zip(out, lengths, boxes, strict=True):
             place = whole
             for dim, (start, stop) in enumerate(each):

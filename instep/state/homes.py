@@ -123,6 +123,7 @@ class Home:
     has_values: bool = True  # False: from the meta device, or waiting for another group
     outer: Home | None = None  # the home whose ``held`` this one divides further
     replicas: Mesh | None = None  # an optimizer may divide what is replicated along its data axes
+    boxes: Home | None = None  # the home whose boxes ``parameters`` are, with ranks of its own
 
     @property
     def gathered(self) -> list[Tensor]:
@@ -232,10 +233,11 @@ def holders(there: Home, parameter: Tensor, everyone: Group, *, same: bool) -> t
             f"got {list(there.group.ranks)}: shard over an axis of one mesh"
         )
     found = tuple(place for place in range(len(ranks)) if place // stride % size in slices)
-    if there.outer is None:
-        return found
-    outside = holders(there.outer, parameter, everyone, same=same)
-    return tuple(rank for rank in found if rank in outside)
+    for further in (there.outer, there.boxes):
+        if further is not None:
+            has = holders(further, parameter, everyone, same=same)
+            found = tuple(rank for rank in found if rank in has)
+    return found
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ class _Row(Function):
 class TensorLayer(nn.Module):
     """A layer over ``ranks``. ``chunks``: of the sequence, for gradients that are sums over tokens."""
 
+    cut_weight: Tensor  # the parameter in boxes, also while another is in its place
+
     def __init__(self, ranks: TensorRanks, chunks: int, *, is_sequence: bool = False) -> None:
         super().__init__()
         self.ranks, self.chunks, self.is_sequence = ranks, chunks, is_sequence
@@ -140,14 +142,15 @@ class ColumnLinear(TensorLayer):
     ) -> None:
         super().__init__(ranks, chunks, is_sequence=is_sequence)
         self.weight, self.bias = linear.weight, linear.bias
+        self.__dict__["cut_weight"] = linear.weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.unit, self.parts, self.gathers_output = unit, parts, gathers_output
 
     def widths(self) -> list[int]:
         """How many output features each rank has."""
-        cut, size = self.ranks.boxes.cut_of(self.weight), self.ranks.size
+        boxes, size = self.ranks.boxes, self.ranks.size
+        cut, shape = boxes.cut_of(self.cut_weight), boxes.shape_of(self.cut_weight)
         assert cut is not None
-        shape = self.ranks.boxes.shape_of(self.weight)
         units = [cut.units(shape, rank, size) for rank in range(size)]
         return [min(x.stop * self.unit, self.out_features) - x.start * self.unit for x in units]
 
@@ -164,6 +167,7 @@ class RowLinear(TensorLayer):
     ) -> None:
         super().__init__(ranks, chunks, is_sequence=is_sequence)
         self.weight, self.bias = linear.weight, linear.bias
+        self.__dict__["cut_weight"] = linear.weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.unit = unit
 
@@ -194,10 +198,11 @@ class VocabularyEmbedding(TensorLayer):
     def __init__(self, embedding: nn.Embedding, ranks: TensorRanks, chunks: int) -> None:
         super().__init__(ranks, chunks)
         self.weight = embedding.weight
+        self.__dict__["cut_weight"] = embedding.weight
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
 
     def forward(self, tokens: Tensor) -> Tensor:
-        first = own_rows(self.ranks, self.weight).start
+        first = own_rows(self).start
         inside = (tokens >= first) & (tokens < first + len(self.weight))
         x = F.embedding(torch.where(inside, tokens - first, 0), self.weight)
         return cast(Tensor, _SumOfOne.apply(torch.where(inside.unsqueeze(-1), x, 0.0), self.ranks))
@@ -303,12 +308,13 @@ class FromSlices(Function):
         return ctx.ranks.own_slice(dy), None
 
 
-def own_rows(ranks: TensorRanks, weight: Tensor) -> range:
-    """The rows of all of ``weight``, cut along dim 0, that are here."""
-    cut = ranks.boxes.cut_of(weight)
+def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:
+    """The rows of the layer's weight that this rank's place along ``tp`` has."""
+    boxes, weight = layer.ranks.boxes, layer.cut_weight
+    cut = boxes.cut_of(weight)
     assert cut is not None
-    first = ranks.boxes.units(weight).start * cut.unit
-    return range(first, first + len(weight))
+    first = boxes.units(weight).start * cut.unit
+    return range(first, first + boxes.local_shape(weight)[0])
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

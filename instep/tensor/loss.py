@@ -29,7 +29,7 @@ class _SplitSoftmax(Function):
         most = ranks.rows(logits.amax(1), SPLIT_SOFTMAX).amax(0)  # (M,)
         powers = [(x - most.unsqueeze(1)).exp_() for x in products.columns_of(logits, unit)]
         own = products.tree_sum(columns.sum(1) for columns in powers)
-        here = own_rows(ranks, layer.weight)
+        here = own_rows(layer)
         inside = (targets >= here.start) & (targets < here.stop)
         place = torch.where(inside, targets - here.start, 0).unsqueeze(1)
         wanted = torch.where(inside, logits.gather(1, place).squeeze(1), 0.0)
@@ -76,9 +76,10 @@ def cross_entropy(
             f"expected the layer that made the logits, cut by instep.tensor.Column(), got a "
             f"{type(layer).__name__}: use torch's cross_entropy where each rank has all logits"
         )
-    if logits.shape[-1] != len(layer.weight) or layer.gathers_output:
+    own = len(own_rows(layer))
+    if logits.shape[-1] != own or layer.gathers_output:
         raise ValueError(
-            f"expected the {len(layer.weight)} logits of this rank, got {logits.shape[-1]}: take them from a "
+            f"expected the {own} logits of this rank, got {logits.shape[-1]}: take them from a "
             "Column() without gathers_output"
         )
     if reduction not in ("mean", "sum", "none"):

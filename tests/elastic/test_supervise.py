@@ -416,7 +416,7 @@ def test_a_signal_to_the_supervisor_ends_the_run_after_the_step(scene: Scene) ->
 def test_a_second_signal_ends_everything_at_once_and_in_order(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ``SystemExit`` may come between an ``open`` and its ``with``: that file is closed by its collection."""
+    """Its ``SystemExit`` may come between an ``open`` and its ``with``; the collector closes that file."""
     stop, during = Children.stop, []
 
     def observed(children: Children, grace_s: float) -> list[Exit]:

@@ -50,7 +50,7 @@ def digest(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, torch.Tensor]) -> None:
-    """One step with gradients that follow from the ``whole`` parameters; each rank takes its boxes of them."""
+    """One step with gradients that follow from the ``whole`` parameters; each rank takes its boxes."""
     for name, p in module.named_parameters():
         gradient, there = whole[name].sin(), home(p)
         if there is not None and (box := there.box_of(p)) is not None:
