@@ -21,6 +21,10 @@ With f = 4 h that is 16 h floats, 64 bytes per token, block and unit of width: t
 of V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198,
 section 4.1, less 2 for dropout masks. The two ends of the model add 2 h and the logits.
 
+Where layers are cut over ``tp`` ranks, a rank has a share of the products' weights, of what they make, and of
+what a row product is made of. Norms and what a column product is made of, 4 h, stay whole, unless ranks have
+slices of the sequence (section 4.2.2 there).
+
 A block that is computed again (``checkpoint``) keeps its input alone, h floats, in float32; in backward one
 block at a time has all of its own besides.
 """
@@ -42,10 +46,13 @@ def formula(
     autocast: bool = False,
     stage: int = 0,
     ranks: int = 1,
+    tp: int = 1,
+    sequence: bool = False,
 ) -> dict[str, int | float]:
     """Bytes of one of ``ranks`` ranks with sharding of ``stage``, whose optimizer keeps ``moments`` floats
-    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``."""
-    size = FLOAT_BYTES * num_parameters(model)
+    per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``. Layers are cut over ``tp``
+    ranks, with sequence parallelism if ``sequence``."""
+    size = FLOAT_BYTES * parameters_of_rank(model, tp)
     kept = {
         "parameters": (3, size),
         "gradients": (2, size),
@@ -57,8 +64,15 @@ def formula(
         "bytes_per_parameter": int(each) if each.is_integer() else each,
         **states,
         "gathered": _gathered_bytes(model) if stage >= 3 and ranks > 1 else 0,
-        "activations": activation_bytes(model, micro_size, autocast=autocast),
+        "activations": activation_bytes(model, micro_size, autocast=autocast, tp=tp, sequence=sequence),
     }
+
+
+def parameters_of_rank(model: GPTConfig, tp: int) -> int:
+    """Number of weights of one of ``tp`` ranks that share all layers; what is not cut is on each."""
+    h, f, tables = model.width, model.d_ff, 1 if model.tied else 2
+    cut = tables * model.vocab_size * h + model.layers * (4 * h * h + 2 * h * f + 3 * h + f)
+    return num_parameters(model) - cut + -(-cut // tp)
 
 
 def _gathered_bytes(model: GPTConfig) -> int:
@@ -68,7 +82,9 @@ def _gathered_bytes(model: GPTConfig) -> int:
     return FLOAT_BYTES * (rest + min(model.layers, 2) * block)
 
 
-def activation_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = False) -> int:
+def activation_bytes(
+    model: GPTConfig, micro_size: int, *, autocast: bool = False, tp: int = 1, sequence: bool = False
+) -> int:
     """What a micro-batch keeps for backward when forward has ended.
 
     Each dropout keeps its mask as numbers, as on CPUs. ``autocast`` halves all but the norms and the
@@ -76,18 +92,21 @@ def activation_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = Fals
     """
     h, layers, vocabulary = model.width, model.layers, model.vocab_size
     item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
-    ends = (h + h * drops + vocabulary) * FLOAT_BYTES + h * item
+    ends = (h + h * drops + vocabulary // tp) * FLOAT_BYTES + h * item
     converted = vocabulary * h * item if autocast else 0
-    blocks = layers * block_bytes(model, micro_size, autocast=autocast)
+    blocks = layers * block_bytes(model, micro_size, autocast=autocast, tp=tp, sequence=sequence)
     if model.checkpoint:
         blocks = micro_size * model.context * layers * h * FLOAT_BYTES
     return micro_size * model.context * ends + converted + blocks
 
 
-def block_bytes(model: GPTConfig, micro_size: int, *, autocast: bool = False) -> int:
+def block_bytes(
+    model: GPTConfig, micro_size: int, *, autocast: bool = False, tp: int = 1, sequence: bool = False
+) -> int:
     """What one block keeps of a micro-batch; with ``checkpoint``, while backward is in it."""
     h, f = model.width, model.d_ff
     item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
-    block = 2 * h * FLOAT_BYTES + (6 * h + 2 * f + 2 * h * drops) * item
-    converted = (4 * h * h + 2 * h * f) * item if autocast else 0
+    alike = 2 * h * FLOAT_BYTES + (2 * h + 2 * h * drops) * item  # on all ranks
+    block = alike // (tp if sequence else 1) + (4 * h + 2 * f) * item // tp
+    converted = (4 * h * h + 2 * h * f) * item // tp if autocast else 0
     return micro_size * model.context * block + converted
