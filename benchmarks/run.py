@@ -76,6 +76,7 @@ class Experiment:
 EXPERIMENTS = (
     Experiment("placement/run", (*EXCHANGE, *RUN, "data", "rng", "models", "recipes"), 15),
     Experiment("placement/pipelines", (*EXCHANGE, *RUN, "pipeline", "data", "rng", "models", "recipes"), 3),
+    Experiment("placement/layers", (*EXCHANGE, *RUN, "tensor", "expert", "pipeline", "models", "recipes"), 8),
     Experiment(
         "placement/fuzz/run",
         (*EXCHANGE, "shard", "pipeline", "checkpoint", "state", "rng"),
