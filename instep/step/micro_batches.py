@@ -27,7 +27,7 @@ from instep.rng.keys import LeafKeys
 from instep.step.loss_scale import LossScale, is_compiled
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
-from instep.step.running_statistics import RunningStatistics
+from instep.step.running_statistics import OverGlobalBatch, RunningStatistics
 
 
 @dataclass
@@ -281,6 +281,12 @@ class DeclaredStep:
                     "declared step would depend on the placement. Use BatchNorm, which normalises each "
                     "micro-batch by itself, GroupNorm or LayerNorm, or plain backward outside of "
                     "micro_batches()"
+                )
+            if isinstance(module, OverGlobalBatch) and module.settling is None and module.training:
+                raise ValueError(
+                    f"{name!r} is an instep.nn.BatchNorm, whose statistics are those of all micro-batches "
+                    "together: make the step by instep.nn.global_step(model, embed, loss, data) instead of a "
+                    "loop over micro_batches(), use GroupNorm, or put the layer into eval() mode"
                 )
         return zeroed
 

@@ -1,0 +1,10 @@
+"""Layers, losses and the step over the global batch: batch norm, contrastive losses."""
+
+from instep.nn.batch_norm import BatchNorm, convert_batchnorm
+from instep.nn.global_step import global_step
+from instep.nn.losses import InfoNCE, SigLIP, SupCon
+
+__all__ = ["BatchNorm", "InfoNCE", "SigLIP", "SupCon", "convert_batchnorm", "global_step"]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # errors and docs show the path that users write
