@@ -20,7 +20,7 @@ Sample Variances", 1979.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from instep.step.running_statistics import OverGlobalBatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from instep.mesh.mesh import Mesh
 
@@ -46,13 +45,7 @@ Means = Callable[[Tensor], Tensor]
 """From a part's sums of dy and dy * x_hat, (2, C) float64, to their means over the global batch."""
 
 
-class Settling(Protocol):
-    """A declared step that finds the statistics of its norms, one after the other."""
-
-    def normalise(self, norm: BatchNorm, x: Tensor) -> Tensor: ...
-
-
-class BatchNorm(OverGlobalBatch, _BatchNorm):
+class BatchNorm(OverGlobalBatch):
     """Batch norm whose statistics are those of the global batch, for inputs (N, C) and (N, C, ...).
 
     In a plain loop, training: of all samples that the ranks are given in this forward, which every rank has
@@ -79,7 +72,7 @@ class BatchNorm(OverGlobalBatch, _BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Mesh | DeviceMesh | ProcessGroup | None = None,
+        process_group: Mesh | ProcessGroup | None = None,
         *,
         device: Any = None,
         dtype: Any = None,
@@ -157,9 +150,7 @@ class BatchNorm(OverGlobalBatch, _BatchNorm):
         self.running_var.lerp_(unbiased, factor)
 
 
-def convert_batchnorm(
-    module: nn.Module, process_group: Mesh | DeviceMesh | ProcessGroup | None = None
-) -> nn.Module:
+def convert_batchnorm(module: nn.Module, process_group: Mesh | ProcessGroup | None = None) -> nn.Module:
     """Replace every batch norm of torch in ``module`` by a ``BatchNorm``, in place, as torch's
     ``SyncBatchNorm.convert_sync_batchnorm`` does.
 
@@ -206,7 +197,7 @@ def _converted(module: nn.Module, process_group: Any, known: dict[nn.Module, nn.
 
 
 class Normalise(torch.autograd.Function):
-    """``x`` by a mean and variance of which it is a part; backward asks ``means`` for those of the gradients."""
+    """``x`` by the mean and variance of the global batch; backward asks for ``means`` of gradients."""
 
     @staticmethod
     def forward(
@@ -271,7 +262,7 @@ def merged(parts: Sequence[Tensor]) -> Tensor:
 
 
 def require_several(moments: Tensor) -> None:
-    """Raise ``ValueError`` unless ``moments`` are of several values; looks at the CPU alone, without waiting."""
+    """Raise ``ValueError`` if ``moments`` are of one value; not on a GPU, whose host would have to wait."""
     if moments.device.type == "cpu" and moments[0] <= 1:
         raise ValueError(
             f"BatchNorm: expected more than 1 value per channel in the global batch, got {int(moments[0])}"

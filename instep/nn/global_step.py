@@ -31,6 +31,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,8 @@ MAX_DIFFERENCE = 0.01  # between passes, relative to the largest element: kernel
 SAME_CALLS = "every micro-batch has to call the same instep.nn.BatchNorms in the same order"
 DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 Embedded = tuple[Tensor, ...]
+Gradients = Mapping[int, Sequence[Tensor | None]]
+"""Of embeddings, by micro-batch."""
 Embed = Callable[[MicroBatch], Tensor | Embedded]
 
 
@@ -67,7 +70,7 @@ def global_step(
     *,
     step: int | None = None,
 ) -> Tensor:
-    """Make a declared step of ``model`` with a loss over the global batch; every ``.grad`` is set. Collective.
+    """Make a declared step of ``model`` with a loss over the global batch, which sets ``.grad``. Collective.
 
     The bits do not depend on the number of ranks, nor on how many of the micro-batches a rank computes. The
     result agrees with one process and the whole batch up to rounding. It costs two forwards and one backward,
@@ -77,8 +80,8 @@ def global_step(
 
     Args:
         model: a ``DataParallel``, or a module that was given to ``fully_shard``.
-        embed: ``embed(micro_batch)`` computes a micro-batch, by ``model``: a tensor (samples, ...), or a tuple
-            of them, such as the embeddings of images and texts. Tensors that need no gradient, such as
+        embed: ``embed(micro_batch)`` is what ``model`` gives for it: a tensor (samples, ...), or a tuple of
+            them, such as the embeddings of images and texts. Tensors that need no gradient, such as
             labels, are gathered as well. It is called once per pass, and has to give the same each time.
         loss: ``loss(*tensors)`` of the global batch, each concatenated in the order of micro-batches: a
             scalar, which is not divided by anything. Its trained parameters have to belong to ``model``.
@@ -109,20 +112,13 @@ def global_step(
     """
     session, counter, gathers = _session_of(model)
     count, source = count_and_source(data)
-    declared = session.declared
-    norms = {m: name for name, m in declared.registry.named_modules if isinstance(m, BatchNorm)}
-    if gathers is not None and (name := next((name for m, name in norms.items() if m.training), None)):
-        raise ValueError(
-            f"{name!r} is an instep.nn.BatchNorm in a module of fully_shard: its passes end in the middle of "
-            "a forward, where other ranks still gather weights. Use DataParallel with a ShardedOptimizer, or "
-            "GroupNorm"
-        )
     session.backward.step_mode = "declared"
     step = counter.next_step if step is None else step
-    plan = declared.plan(count, source, step)
-    passes = Passes(declared, embed, norms, plan, gathers)
-    with passes.settling(), declared.begun(plan, source) as own:
-        passes.begin(own, source)
+    plan = session.declared.plan(count, source, step)
+    passes = Passes(session.declared, embed, plan, gathers)
+    with passes.settling(), session.declared.begun(plan, source) as own:
+        if source is not None:
+            passes.read(source.read(own))
         embedded = passes.settle_forward()
         value, gradients, of_loss = passes.differentiate(loss, embedded)
         passes.settle_backward(gradients)
@@ -135,56 +131,56 @@ def global_step(
 
 def _session_of(model: nn.Module) -> tuple[StepSession, Any, Gathers | None]:
     """The steps of ``model``, what counts them, and what gathers its weights."""
-    if isinstance(model, FullySharded):
-        sharding = model.sharding
-        if not sharding.session.close.alive:
-            raise RuntimeError("this sharded module has left its group: join another one first")
-        return sharding.session, sharding, sharding.gathers
-    if not isinstance(model, DataParallel):
+    if isinstance(model, DataParallel):
+        return model._declaring(), model, None
+    if not isinstance(model, FullySharded):
         raise TypeError(
             f"global_step: expected a DataParallel or a module of fully_shard, got a {type(model).__name__}: "
             "wrap the model first"
         )
-    return model._declaring(), model, None
+    for name, m in model.named_modules():
+        if isinstance(m, BatchNorm) and m.training:
+            raise ValueError(
+                f"{name!r} is an instep.nn.BatchNorm in a module of fully_shard, and its passes end where "
+                "other ranks still gather weights: use DataParallel with a ShardedOptimizer, or GroupNorm"
+            )
+    return model.sharding.session, model.sharding, model.sharding.gathers
 
 
 class Stopped(BaseException):  # no ``except Exception`` of a model is to catch it
     """A forward has come to a batch norm whose statistics are not known yet."""
 
 
-class Settled:
-    """A call of ``norm``: the ``moments`` of its input, then the ``means`` of its gradients, (2, C)."""
+@dataclass
+class Call:
+    """One of ``norm`` in a forward: the ``moments`` of its input, then the ``means`` of its gradients."""
 
-    def __init__(self, norm: BatchNorm, moments: Tensor) -> None:
-        self.norm, self.moments = norm, moments
-        self.means: Tensor | None = None
-        self.is_reached = True  # by a backward
+    norm: BatchNorm
+    moments: Tensor  # (1 + 2C,)
+    means: Tensor | None = None  # (2, C)
 
 
 class Passes:
-    """The passes of one step over this rank's micro-batches.
+    """The passes of one step over ``own``, this rank's micro-batches.
 
-    ``settling`` around the step; then ``begin``, ``settle_forward``, ``differentiate``, ``settle_backward``
-    and ``backward``. ``norms`` have their names, ``gathers`` is of a sharded module. ``calls`` are those of
-    batch norms in one forward, as far as their statistics are known.
+    ``settling`` around the step; then ``settle_forward``, ``differentiate``, ``settle_backward``, and
+    ``backward``. ``calls`` are those of batch norms in a forward, as far as their statistics are known;
+    ``gathers`` is of a sharded module.
     """
 
-    def __init__(
-        self,
-        declared: DeclaredStep,
-        embed: Embed,
-        norms: Mapping[nn.Module, str],
-        plan: StepPlan,
-        gathers: Gathers | None,
-    ) -> None:
-        self.declared, self.embed, self.norms, self.plan = declared, embed, norms, plan
-        self.reducer, self.gathers = declared.reducer, gathers
-        self.own: list[MicroBatch] = []
-        self.calls: list[Settled] = []
-        self._is_alone = False  # one micro-batch: it waits for an exchange, instead of a pass for each call
+    def __init__(self, declared: DeclaredStep, embed: Embed, plan: StepPlan, gathers: Gathers | None) -> None:
+        self.declared, self.embed, self.plan, self.gathers = declared, embed, plan, gathers
+        self.reducer, self.recorder = declared.reducer, declared.reducer.recorder
+        self.device = self.reducer.parameters[0].device
+        self.norms = {m: name for name, m in declared.registry.named_modules if isinstance(m, BatchNorm)}
+        # One loss, and not one for each micro-batch: it counts with the first.
+        leaves = plan.leaves[self.reducer.group.rank]
+        self.own = [MicroBatch(leaf, plan.num_leaves, weight=int(leaf == 0)) for leaf in leaves]
+        self.calls: list[Call] = []
+        self._waits = len(self.own) == 1  # for an exchange, instead of making a pass for each call
         self._open: MicroBatch | None = None
         self._num_called = 0  # in this forward
-        self._stopped_at: tuple[str, bytes] = "", b""
+        self._stopped_at = "", b""
         self._inputs: list[Tensor] = []  # of the calls of this forward
         self._wanted = -1  # the call whose sums this backward is for
         self._sums: Tensor | None = None
@@ -193,99 +189,82 @@ class Passes:
     @contextmanager
     def settling(self) -> Iterator[None]:
         """Inside, this step normalises."""
-        norms: Any = self.norms
-        for norm in norms:
+        for norm in self.norms:
             norm.settling = self
         try:
             yield
         finally:
-            for norm in norms:
+            for norm in self.norms:
                 norm.settling = None
 
-    def begin(self, own: Sequence[int], source: DataSource | None) -> None:
-        """Read the data of ``own``, which stays for all passes."""
-        data = None if source is None else source.read(own)
-        for leaf in own:
-            # One loss, and not one for each micro-batch: it counts with the first.
-            micro_batch = MicroBatch(leaf, self.plan.num_leaves, weight=int(leaf == 0))
-            if data is not None:
-                with self.reducer.recorder.span("data", lane="data", leaf=leaf):
-                    micro_batch.data, _ = next(data)
-            self.own.append(micro_batch)
-        self._is_alone = len(own) == 1
+    def read(self, data: Iterator[tuple[Any, int]]) -> None:
+        """Take the data of all micro-batches, which stay for all passes."""
+        for micro_batch in self.own:
+            with self.recorder.span("data", lane="data", leaf=micro_batch.index):
+                micro_batch.data, _ = next(data)
 
     def settle_forward(self) -> dict[int, Embedded]:
         """The embeddings of this rank's micro-batches, once the statistics of all calls are known."""
-        kind, embedded = "", dict[int, Embedded]()
-        while kind != EMBEDDINGS:
+        embedded: dict[int, Embedded] = {}
+        while not self._described:
             found = {}
             for micro_batch in self.own:
                 leaf = micro_batch.index
-                span = self.reducer.recorder.span("forward", lane="compute", leaf=leaf)
+                span = self.recorder.span("forward", lane="compute", leaf=leaf)
                 with self._visit(micro_batch), torch.no_grad(), span:
                     try:
-                        embedded[leaf] = self._embedded(micro_batch)
-                        found[leaf] = EMBEDDINGS, json.dumps([*map(_described, embedded[leaf])]).encode()
+                        embedded[leaf] = its = self._embedded(micro_batch)
+                        kinds = [[str(x.dtype), list(x.shape), x.device.type] for x in its]
+                        found[leaf] = EMBEDDINGS, json.dumps(kinds).encode()
                     except Stopped:
                         found[leaf] = self._stopped_at
             if self.gathers is not None:  # ranks with more micro-batches still gather
                 self.gathers.follow()
                 self.gathers.settle()
-            kind = self._exchange(found)
+            self._settle(found)
         return embedded
 
     def differentiate(
         self, loss: Callable[..., Tensor], embedded: Mapping[int, Embedded]
-    ) -> tuple[Tensor, dict[int, list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
-        """The loss, its gradients with respect to the embeddings of this rank, by micro-batch, and those with
-        respect to trained parameters of its own."""
-        first, num_leaves = self._described[0], self.plan.num_leaves
-        whole, rows = [], []
-        with self.reducer.recorder.span(GLOBAL_LOSS, lane="host"):
-            for i in range(len(first)):
-                parts = self._gather(i, embedded)
-                rows.append([len(x) for x in parts])
-                x = torch.cat(parts)
-                whole.append(x.requires_grad_(x.is_floating_point() or x.is_complex()))
-        trained = [x for x in whole if x.requires_grad]
+    ) -> tuple[Tensor, Gradients, list[tuple[Tensor, Tensor]]]:
+        """The loss, its gradients with respect to this rank's embeddings and to parameters of its own."""
+        with self.recorder.span(GLOBAL_LOSS, lane="host"):
+            parts = [self._gather(i, embedded) for i in range(len(self._described[0]))]
+        whole = [torch.cat(its) for its in parts]
+        trained = [x.requires_grad_() for x in whole if x.is_floating_point() or x.is_complex()]
         # As a micro-batch after the last: its random numbers are keyed, and hooks do not take it for a step.
-        visit = self.declared.visit(MicroBatch(num_leaves, num_leaves), gradients=False)
-        with visit, self.reducer.recorder.span("loss", lane="compute"):
+        visit = self.declared.visit(MicroBatch(self.plan.num_leaves, self.plan.num_leaves), gradients=False)
+        with visit, self.recorder.span("loss", lane="compute"):
             self.declared.inputs.waits = False
             value = loss(*whole)
-            parameters = self._checked(value, trained)
-            found = torch.autograd.grad(value, [*trained, *parameters], allow_unused=True)
+            parameters = self._parameters_of(value, trained)
+            found = iter(torch.autograd.grad(value, [*trained, *parameters], allow_unused=True))
         self._require_same(value)
-        of_whole = iter(found)
-        pieces = [next(of_whole) if x.requires_grad else None for x in whole]
-        split = [
-            [None] * num_leaves if g is None else g.split(n) for g, n in zip(pieces, rows, strict=True)
+        of_whole = [next(found) if x.requires_grad else None for x in whole]
+        by_leaf = [
+            g.split([*map(len, its)]) if g is not None else [None] * len(its)
+            for g, its in zip(of_whole, parts, strict=True)
         ]
-        gradients = {leaf: [by_leaf[leaf] for by_leaf in split] for leaf in embedded}
-        of_loss = [(p, g) for p, g in zip(parameters, of_whole, strict=True) if g is not None]
+        gradients = {leaf: [its[leaf] for its in by_leaf] for leaf in embedded}
+        of_loss = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
         return value.detach(), gradients, of_loss
 
-    def settle_backward(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> None:
+    def settle_backward(self, gradients: Gradients) -> None:
         """Find the means of the gradients of all calls, the last first."""
-        if self._is_alone and self.calls:
-            self._backward_to(self.own[0], gradients, range(len(self.calls)))
         for k in reversed(range(len(self.calls))):
             if self.calls[k].means is None:
-                several = () if self._is_alone else self.own
-                sums = {m.index: self._backward_to(m, gradients, [k]) for m in several}
-                if self._is_alone:
-                    self.calls[k].is_reached = False
-                    sums = {self.own[0].index: None}
-                self._settle_sums(k, sums)
+                sums = {m.index: self._backward_to(m, gradients, k) for m in self.own}
+                if self.calls[k].means is None:  # or this rank has waited for them
+                    self._settle_sums(k, sums)
 
     def backward(
         self,
         embedded: Mapping[int, Embedded],
-        gradients: Mapping[int, Sequence[Tensor | None]],
+        gradients: Gradients,
         of_loss: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """Forward and backward of each micro-batch; parameters of the loss get their gradients in the first,
-        and zeros in the others."""
+        """Forward and backward of each micro-batch. Parameters of the loss get ``of_loss`` in the first, and
+        zeros in the others."""
         for micro_batch in self.own:
             leaf = micro_batch.index
             with self._visit(micro_batch, gradients=True, last=micro_batch is self.own[-1]):
@@ -299,35 +278,38 @@ class Passes:
                         f"what embed returns for micro-batch {leaf} needs no gradient: compute it by the "
                         "model, not under torch.no_grad()"
                     )
-                torch.autograd.backward(*zip(*roots, strict=True))
+                outputs, theirs = zip(*roots, strict=True)
+                torch.autograd.backward(outputs, theirs)
 
     def normalise(self, norm: BatchNorm, x: Tensor) -> Tensor:
-        """``norm`` is called with ``x``, in a forward."""
-        name = self.norms[norm]
+        """``norm`` is called with ``x``."""
+        name, k = self.norms[norm], self._num_called
         if self._open is None or is_in_backward():
-            where = "in the loss" if self._open is None else "in a checkpointed block"
             raise ValueError(
-                f"{name!r}, an instep.nn.BatchNorm, was called {where}: global_step settles calls that embed "
-                "makes in its forward. Use torch's BatchNorm, GroupNorm or LayerNorm there"
+                f"{name!r}, an instep.nn.BatchNorm, was called {'by the loss' if self._open is None else ''}"
+                f"{'in a checkpointed block' if is_in_backward() else ''}: global_step settles what embed "
+                "calls in its forward. Use GroupNorm or LayerNorm there"
             )
-        k, self._num_called = self._num_called, self._num_called + 1
-        if k == len(self.calls):
+        if k == len(self.calls) and not self._described:
             self._stopped_at = name, bytes_of(moments_of(x))
-            if not self._is_alone:
+            if not self._waits:
                 raise Stopped
-            self._exchange({self._open.index: self._stopped_at})
-        if self.calls[k].norm is not norm:
+            self._settle({self._open.index: self._stopped_at})
+        if self._num_called >= len(self.calls) or self.calls[k].norm is not norm:
             raise ValueError(
-                f"micro-batch {self._open.index} calls {name!r} where it, or another one, has called "
-                f"{self.norms[self.calls[k].norm]!r}: {SAME_CALLS}"
+                f"micro-batch {self._open.index} calls {name!r} where another, or it in another pass, did not: "
+                f"{SAME_CALLS}"
             )
+        self._num_called += 1
         if torch.is_grad_enabled():
             x = x.view_as(x)  # of this call alone
             self._inputs.append(x)
         return norm.normalised(x, self.calls[k].moments, partial(self._means, k))
 
     @contextmanager
-    def _visit(self, micro_batch: MicroBatch, *, gradients: bool = False, last: bool = False) -> Iterator[None]:
+    def _visit(
+        self, micro_batch: MicroBatch, *, gradients: bool = False, last: bool = False
+    ) -> Iterator[None]:
         with self.declared.visit(micro_batch, gradients=gradients, last=last):
             self._open = micro_batch
             try:
@@ -345,127 +327,122 @@ class Passes:
             if not isinstance(x, Tensor) or x.dim() == 0:
                 got = "a tensor of shape ()" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise TypeError(
-                    f"embed(micro_batch) of micro-batch {micro_batch.index}: expected tensors (samples, ...), "
-                    f"got {got}: return one, or a tuple of them"
+                    f"embed(micro_batch) of micro-batch {micro_batch.index}: expected a tensor (samples, ...) "
+                    f"or a tuple of them, got {got}"
                 )
         return tensors
 
-    def _exchange(self, own: Mapping[int, tuple[str, bytes]]) -> str:
-        """All micro-batches are at the same call, or embedded: settle the call; which it is."""
+    def _settle(self, own: Mapping[int, tuple[str, bytes]]) -> None:
+        """All micro-batches have come to the same call, or to their embeddings."""
         kind, found = self._round(own)
-        if kind == EMBEDDINGS:
-            self._described = [*map(json.loads, found)]
-            kinds = {str([[dtype, *shape[1:], where] for dtype, shape, where in x]): i for i, x in enumerate(self._described)}
-            if len(kinds) > 1:
-                (one, i), (other, j), *_ = kinds.items()
+        if kind != EMBEDDINGS:
+            norm = next(m for m, name in self.norms.items() if name == kind)
+            moments = merged([tensor_of(x, torch.float64) for x in found])
+            require_several(moments)
+            self.calls.append(Call(norm, moments.to(self.device)))
+            return
+        self._described = [*map(json.loads, found)]
+        first = [[x[0], x[1][1:], x[2]] for x in self._described[0]]
+        for leaf, its in enumerate(self._described):
+            if (got := [[x[0], x[1][1:], x[2]] for x in its]) != first:
                 raise ValueError(
-                    f"embed gives {one} in micro-batch {i} and {other} in micro-batch {j} (dtype, dims, device "
-                    "of each tensor): only the number of samples may differ"
+                    f"embed gives {got} in micro-batch {leaf}, expected {first} as in micro-batch 0 (dtype, "
+                    "dims, device of each tensor): only the number of samples may differ"
                 )
-            return kind
-        norm = next((m for m, name in self.norms.items() if name == kind), None)
-        if not isinstance(norm, BatchNorm):
-            raise Desync(f"another rank calls {kind!r}, a BatchNorm that is not here: build the same model")
-        moments = merged([tensor_of(x, torch.float64) for x in found])
-        require_several(moments)
-        self.calls.append(Settled(norm, moments.to(self._device)))
-        return kind
 
     def _settle_sums(self, k: int, own: Mapping[int, Tensor | None]) -> None:
         """All micro-batches have their sums of call ``k``; None where backward does not come to it."""
         call = self.calls[k]
-        nothing = torch.zeros(2, call.norm.num_features, dtype=torch.float64, device="cpu")
-        rows = {leaf: (f"gradients of call {k}", bytes_of(nothing if x is None else x)) for leaf, x in own.items()}
+        zeros = torch.zeros(2, call.norm.num_features, dtype=torch.float64, device="cpu")
+        kind = f"the gradients of call {k}"
+        rows = {leaf: (kind, bytes_of(zeros if x is None else x)) for leaf, x in own.items()}
         found = [tensor_of(x, torch.float64) for x in self._round(rows)[1]]
-        call.means = added(found).view(2, -1).to(self._device) / call.moments[0]
+        call.means = added(found).view(2, -1).to(self.device) / call.moments[0]
 
     def _round(self, own: Mapping[int, tuple[str, bytes]]) -> tuple[str, list[bytes]]:
-        """Exchange kind and data of micro-batches; the common kind, and the data of all, in their order."""
+        """Exchange kind and data of micro-batches: the common kind, and the data of all, in their order."""
         head = json.dumps([[leaf, kind, len(data)] for leaf, (kind, data) in own.items()]).encode()
         message = b"\n".join([head, b"".join(data for _, data in own.values())])
-        is_last = any(kind == EMBEDDINGS for kind, _ in own.values()) or not self.norms
-        with self.reducer.recorder.span(GLOBAL_LOSS if is_last else BATCH_NORM, lane="host"):
+        cause = BATCH_NORM if self.norms and EMBEDDINGS not in dict(own.values()) else GLOBAL_LOSS
+        with self.recorder.span(cause, lane="host"):
             everyone = self.reducer.exchange_bytes(GLOBAL_BATCH, OPERATION, message, LIMIT_BYTES)
         found: dict[int, tuple[str, bytes]] = {}
         for data in everyone:
             head, _, body = data.partition(b"\n")
             for leaf, kind, size in json.loads(head):
                 found[leaf], body = (kind, body[:size]), body[size:]
-        kinds = {kind: leaf for leaf, (kind, _) in sorted(found.items(), reverse=True)}
-        if len(kinds) > 1:
-            (one, i), (other, j), *_ = sorted(kinds.items(), key=lambda pair: pair[1])
-            raise ValueError(
-                f"micro-batch {i} has come to {one!r} and micro-batch {j} to {other!r}: {SAME_CALLS}"
-            )
-        return next(iter(kinds)), [found[leaf][1] for leaf in range(self.plan.num_leaves)]
+        first = found[0][0]
+        for leaf, (kind, _) in sorted(found.items()):
+            if kind != first:
+                raise ValueError(
+                    f"micro-batch 0 has come to {first!r}, and micro-batch {leaf} to {kind!r}: {SAME_CALLS}"
+                )
+        return first, [found[leaf][1] for leaf in range(self.plan.num_leaves)]
 
     def _gather(self, i: int, embedded: Mapping[int, Embedded]) -> list[Tensor]:
         """Embedding number ``i`` of all micro-batches, in order, on its device."""
         kind, _, where = self._described[0][i]
-        if kind not in DTYPES:
-            raise Desync(f"another rank has embeddings of {kind}: use the same version of torch")
-        dtype, device = DTYPES[kind], torch.device("cpu") if where == "cpu" else self._device
-        shapes = [x[i][1] for x in self._described]
+        dtype, device = DTYPES[kind], torch.device("cpu") if where == "cpu" else self.device
+        shapes = [its[i][1] for its in self._described]
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        width = max(sum(sizes[leaf] for leaf in its) for its in self.plan.leaves)
-        row = torch.zeros(width, dtype=torch.uint8, device=device)
+        by_rank = [[sizes[leaf] for leaf in leaves] for leaves in self.plan.leaves]
+        row = torch.zeros(max(map(sum, by_rank)), dtype=torch.uint8, device=device)
         if embedded:
-            mine = torch.cat([as_bytes(its[i].detach()) for its in embedded.values()])
+            mine = torch.cat([as_bytes(its[i]) for its in embedded.values()])
             row[: len(mine)] = mine
-        rows = row.new_empty(self.reducer.group.size, width)
-        if width:
+        rows = row.new_empty(len(by_rank), len(row))
+        if len(row):
             run = partial(self.reducer.group.all_gather, rows.view(-1), row, OPERATION)
             stream = self.reducer.stream
-            ready = partial(stream.run_after, stream.computed(), run)
-            self.reducer.lane.run(OPERATION, ready).wait()
+            run = partial(stream.run_after, stream.computed(), run)
+            self.reducer.lane.run(OPERATION, run).wait()
         parts: dict[int, Tensor] = {}
-        for row, its in zip(rows, self.plan.leaves, strict=True):
-            pieces = row[: sum(sizes[leaf] for leaf in its)].split([sizes[leaf] for leaf in its])
-            parts |= {leaf: x.view(dtype).view(shapes[leaf]) for leaf, x in zip(its, pieces, strict=True)}
+        for row, leaves, its in zip(rows, self.plan.leaves, by_rank, strict=True):
+            pieces = zip(leaves, row[: sum(its)].split(its), strict=True)
+            parts |= {leaf: x.view(dtype).view(shapes[leaf]) for leaf, x in pieces}
         return [parts[leaf] for leaf in range(self.plan.num_leaves)]
 
-    def _checked(self, value: Any, trained: Sequence[Tensor]) -> list[Tensor]:
-        """The trained parameters that the loss uses, beside the embeddings ``trained``."""
+    def _parameters_of(self, value: Any, trained: Sequence[Tensor]) -> list[Tensor]:
+        """The trained parameters that the loss ``value`` depends on, beside the embeddings ``trained``."""
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TypeError(f"loss(*embeddings): expected a scalar tensor, got {got}: return a mean or a sum")
         if not value.requires_grad:
             raise ValueError("loss(*embeddings) has no gradient: compute it from the embeddings")
-        given = set(map(id, trained))
+        given = {*map(id, trained)}
         parameters = [x for x in _leaves_under(value) if id(x) not in given]
-        known = set() if self.gathers is not None else set(map(id, self.reducer.parameters))
+        if parameters and self.gathers is not None:
+            raise ValueError(
+                "the loss trains a parameter, which fully_shard would have divided among ranks: use "
+                "DataParallel, or a loss without parameters (learnable=False)"
+            )
+        known = {*map(id, self.reducer.parameters)}
         for p in parameters:
             if id(p) not in known:
                 raise ValueError(
-                    f"the loss trains a parameter of shape {tuple(p.shape)} that "
-                    + (
-                        "is sharded: with fully_shard use a loss without parameters (learnable=False)"
-                        if self.gathers is not None
-                        else "is not of the model, so that no rank would reduce its gradient: make the loss a "
-                        "part of the module before it is wrapped, or call requires_grad_(False)"
-                    )
+                    f"the loss trains a parameter of shape {tuple(p.shape)} that the model does not have, so "
+                    "no rank would reduce its gradient: make the loss a part of the module that is wrapped, or "
+                    "call requires_grad_(False)"
                 )
         return parameters
 
     def _require_same(self, value: Tensor) -> None:
-        word = int.from_bytes(bytes_of(value.detach().double()), "little", signed=True)
-        with self.reducer.recorder.span(GLOBAL_LOSS, lane="host"):
-            words = [row[0] for row in self.reducer.rendezvous(GLOBAL_BATCH, OPERATION, [word])]
-        if len(set(words)) > 1:
-            found = [struct.unpack("<d", struct.pack("<q", x))[0] for x in words]
+        (word,) = struct.unpack("<q", bytes_of(value.double()))
+        with self.recorder.span(GLOBAL_LOSS, lane="host"):
+            words = self.reducer.rendezvous(GLOBAL_BATCH, OPERATION, [word])
+        if any(its != [word] for its in words):
+            found = [struct.unpack("<d", struct.pack("<q", *its))[0] for its in words]
             raise Desync(
-                f"the loss of the global batch is {found} by rank: loss has to be a function of the embeddings "
-                "alone; let embed return what else it needs, such as labels"
+                f"the loss is {found} by rank: it has to be a function of the embeddings alone; let embed "
+                "return what else it needs, such as labels"
             )
 
-    def _backward_to(
-        self, micro_batch: MicroBatch, gradients: Mapping[int, Sequence[Tensor | None]], wanted: Sequence[int]
-    ) -> Tensor | None:
-        """Compute ``micro_batch`` back to the calls ``wanted``; the sums of the last of them."""
-        self._wanted, self._sums = wanted[-1], None
+    def _backward_to(self, micro_batch: MicroBatch, gradients: Gradients, k: int) -> Tensor | None:
+        """The sums of call ``k`` in ``micro_batch``; None if backward does not come to it."""
+        self._wanted, self._sums = k, None
         with self._visit(micro_batch):
             roots = _roots(self._embedded(micro_batch), gradients[micro_batch.index])
-            inputs = [x for x in (self._inputs[k] for k in wanted) if x.requires_grad]
+            inputs = [x for x in self._inputs[0 if self._waits else k : k + 1] if x.requires_grad]
             if roots and inputs:
                 outputs, theirs = zip(*roots, strict=True)
                 torch.autograd.grad(outputs, inputs, theirs, allow_unused=True)
@@ -473,32 +450,15 @@ class Passes:
         return self._sums
 
     def _means(self, k: int, sums: Tensor) -> Tensor:
-        """Backward has come to call ``k``, with its ``sums`` over this micro-batch; the means over all."""
+        """Backward has come to call ``k``, with its ``sums`` in this micro-batch; the means over all."""
         call = self.calls[k]
-        if not call.is_reached:
-            raise ValueError(
-                f"backward came to {self.norms[call.norm]!r} after a call that follows it in forward: keep the "
-                "module on one device"
-            )
-        if call.means is None and self._is_alone and self._open is not None:
-            for later in reversed(range(k + 1, len(self.calls))):
-                if self.calls[later].means is None:  # backward does not come to it
-                    self.calls[later].is_reached = False
-                    self._settle_sums(later, {self._open.index: None})
-            self._settle_sums(k, {self._open.index: sums})
-        elif call.means is None:
-            self._sums = sums if k == self._wanted else self._sums
-            return torch.zeros_like(sums)
-        assert call.means is not None
-        return call.means
-
-    @property
-    def _device(self) -> torch.device:
-        return self.reducer.parameters[0].device
-
-
-def _described(x: Tensor) -> list[Any]:
-    return [str(x.dtype), list(x.shape), x.device.type]
+        if call.means is None:
+            assert self._open is not None
+            if self._waits and None not in [later.means for later in self.calls[k + 1 :]]:
+                self._settle_sums(k, {self._open.index: sums})
+            elif k == self._wanted:
+                self._sums = sums
+        return torch.zeros_like(sums) if call.means is None else call.means
 
 
 def _roots(outputs: Embedded, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:

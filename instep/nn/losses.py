@@ -1,8 +1,8 @@
 """Contrastive losses of the whole global batch: InfoNCE and CLIP, SigLIP, supervised contrastive.
 
-Every sample is compared with every other one, so that the loss of a batch is not the mean of the losses of its
-parts. These modules take the embeddings of all samples and communicate nothing: on one process they are called
-with the whole batch, in a declared step ``instep.nn.global_step`` gathers it for them.
+Every sample is compared with every other one, so the loss of a batch is not the mean of the losses of its
+parts. These modules take the embeddings of all samples and communicate nothing: one process calls them with
+its batch, and in a declared step ``instep.nn.global_step`` gathers the global batch for them.
 
     similarities (n, n)    keys 0 1 2 3
                 query 0    [ +  -  -  - ]     + a pair    - a negative

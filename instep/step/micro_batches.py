@@ -282,7 +282,7 @@ class DeclaredStep:
                     "micro-batch by itself, GroupNorm or LayerNorm, or plain backward outside of "
                     "micro_batches()"
                 )
-            if isinstance(module, OverGlobalBatch) and module.settling is None and module.training:
+            if isinstance(module, OverGlobalBatch) and module.training and module.settling is None:
                 raise ValueError(
                     f"{name!r} is an instep.nn.BatchNorm, whose statistics are those of all micro-batches "
                     "together: make the step by instep.nn.global_step(model, embed, loss, data) instead of a "

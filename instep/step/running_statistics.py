@@ -57,7 +57,7 @@ class Measured(NamedTuple):
     variance: Tensor
 
 
-class OverGlobalBatch:
+class OverGlobalBatch(_BatchNorm):
     """A norm whose statistics are those of all micro-batches; ``settling`` is the step that finds them."""
 
     settling: Any = None
