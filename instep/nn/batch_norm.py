@@ -1,17 +1,16 @@
 """Batch norm over the global batch, on CPUs and GPUs.
 
-torch's ``BatchNorm`` normalises by the mean and variance of the samples that one process computes at a time,
-and with few samples these are noise. Over the global batch:
+torch's ``BatchNorm`` normalises by mean and variance of the samples that one process computes at a time. Over
+the global batch:
 
     forward     each part of the batch has (count, mean, M2), M2 the sum of squared distances from its mean;
-                merged pairwise in the order of the sum tree, they are mean and variance of the whole batch
+                parts are merged pairwise, in the order of the sum tree
     backward    two sums per channel, of dy and dy * x_hat, are added in the same order
 
                 dx = weight / std * (dy - mean(dy) - x_hat * mean(dy * x_hat))
 
 In a plain loop a part is what a rank computes in one forward, and the layer exchanges both, as torch's
-``SyncBatchNorm`` does. In a declared step a part is a micro-batch, and ``global_step.py`` says when its
-statistics are known. C channels.
+``SyncBatchNorm`` does. In a declared step a part is a micro-batch: see ``global_step.py``. C channels.
 
 Source of the merge: T. Chan, G. Golub, R. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
 Sample Variances", 1979.
@@ -21,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from instep.mesh.mesh import Mesh
 
 OPERATION = "the statistics of an instep.nn.BatchNorm"
+_numbers: WeakKeyDictionary[Group, WeakKeyDictionary[BatchNorm, int]] = WeakKeyDictionary()  # by first use
 Means = Callable[[Tensor], Tensor]
 """From a part's sums of dy and dy * x_hat, (2, C) float64, to their means over the global batch."""
 
@@ -48,11 +49,11 @@ Means = Callable[[Tensor], Tensor]
 class BatchNorm(OverGlobalBatch):
     """Batch norm whose statistics are those of the global batch, for inputs (N, C) and (N, C, ...).
 
-    In a plain loop, training: of all samples that the ranks are given in this forward, which every rank has
-    to run; a rank may have none. In a declared step: of all its micro-batches, in ``instep.nn.global_step``;
-    ``model.micro_batches`` refuses the layer. In ``eval()`` mode, and with one rank in a plain loop, it is
-    torch's ``BatchNorm``. Statistics are computed in float32 at least, also of float16 and bfloat16, and
-    merged in float64. Running statistics have the same bits on all ranks.
+    In a plain loop: of the samples of all ranks in this forward, which each rank has to run, if need be with
+    an empty batch. In a declared step: of all micro-batches, by ``instep.nn.global_step``;
+    ``model.micro_batches`` refuses the layer. In ``eval()`` mode, and on one rank in a plain loop, it is
+    torch's ``BatchNorm``. Statistics are computed in float32 at least and merged in float64; running
+    statistics have the same bits on all ranks.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats: as for torch's ``BatchNorm2d``.
@@ -80,7 +81,6 @@ class BatchNorm(OverGlobalBatch):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         # A copy of the module shares the group: functions are not copied.
         self._ranks = None if process_group is None else lambda: process_group
-        self._num_exchanges = 0
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
@@ -90,72 +90,57 @@ class BatchNorm(OverGlobalBatch):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """As torch's ``BatchNorm``.
-
-        Raises:
-            ValueError: the shape does not fit, or the global batch has one value per channel.
-            Desync: another rank is in another forward of a BatchNorm (found on CPUs).
-            PeerLost: a rank did not come.
-        """
         self._check_input_dim(x)
-        if not self.training:
-            alone = self.running_mean is None
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, alone, 0.0, self.eps
-            )
-        if self.settling is not None:
+        if self.training and self.settling is not None:
             found: Tensor = self.settling.normalise(self, x)
             return found
+        if not self.training:
+            return super().forward(x)
         group, waiting = group_of(None if self._ranks is None else self._ranks(), BATCH_NORM)
         if group.size == 1:
             return super().forward(x)
-        number = torch.full((1,), self._num_exchanges, dtype=torch.float64, device=x.device)
-        self._num_exchanges += 1
+        numbers = _numbers.setdefault(group, WeakKeyDictionary())
+        number = numbers.setdefault(self, len(numbers)) + 1
         with waiting:
-            rows = gathered(group, torch.cat([number, moments_of(x)]))
-        if rows.device.type == "cpu" and len(numbers := set(rows[:, 0].tolist())) > 1:
-            raise Desync(
-                f"a BatchNorm({self.num_features}) is in its forwards number {sorted(map(int, numbers))} on "
-                "different ranks: call it equally often on every rank in training mode, if need be with an "
-                "empty batch"
-            )
-        moments = merged(rows[:, 1:].unbind())
-        require_several(moments)
+            moments = merged(gathered(group, number, moments_of(x)))
         self.update(moments)
 
         def means(sums: Tensor) -> Tensor:
             with waiting:
-                everyone = gathered(group, sums.flatten())
-            return added(everyone.unbind()).view_as(sums) / moments[0]
+                rows = gathered(group, -number, F.pad(sums.flatten(), (1, 0)))  # as long as in forward
+            return folded(rows)[1:].view_as(sums) / moments[0]
 
         return self.normalised(x, moments, means)
 
     def normalised(self, x: Tensor, moments: Tensor, means: Means) -> Tensor:
         """``x`` by the ``moments`` of the global batch, (1 + 2C,)."""
-        mean, variance = _mean_and_variance(moments, _wide(x.dtype))
+        mean, m2 = moments[1:].view(2, -1).to(_wide(x.dtype))
+        variance = m2 / moments[0].to(m2).clamp(min=1)
         found: Tensor = Normalise.apply(x, self.weight, self.bias, mean, variance, self.eps, means)
         return found
 
     @torch.no_grad()
     def update(self, moments: Tensor) -> None:
         """Follow the ``moments`` of a global batch with the running statistics."""
+        if moments.device.type == "cpu" and moments[0] <= 1:  # a GPU's host would have to wait
+            raise ValueError(
+                f"BatchNorm: expected more than 1 value per channel in the global batch, got {moments[0]:g}"
+            )
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         factor = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        count = moments[0]
-        mean, variance = _mean_and_variance(moments, self.running_mean.dtype)
-        self.running_mean.lerp_(mean.to(self.running_mean.device), factor)
-        unbiased = (variance * (count / (count - 1))).to(self.running_var)
-        self.running_var.lerp_(unbiased, factor)
+        mean, m2 = moments[1:].view(2, -1)
+        self.running_mean.lerp_(mean.to(self.running_mean), factor)
+        self.running_var.lerp_((m2 / (moments[0] - 1)).to(self.running_var), factor)
 
 
 def convert_batchnorm(module: nn.Module, process_group: Mesh | ProcessGroup | None = None) -> nn.Module:
     """Replace every batch norm of torch in ``module`` by a ``BatchNorm``, in place, as torch's
     ``SyncBatchNorm.convert_sync_batchnorm`` does.
 
-    Names, parameters and buffers stay the same objects, so an optimizer and a ``state_dict`` still fit. Hooks
-    on the old layers are lost.
+    Names, parameters and buffers stay the same objects: an optimizer and a ``state_dict`` still fit. Hooks on
+    the old layers are lost.
 
     Args:
         module: a model, before it is wrapped, or a batch norm.
@@ -172,28 +157,21 @@ def convert_batchnorm(module: nn.Module, process_group: Mesh | ProcessGroup | No
     return _converted(module, process_group, {})
 
 
-def _converted(module: nn.Module, process_group: Any, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in known:
-        return known[module]
-    known[module] = module
-    if isinstance(module, _BatchNorm) and not isinstance(module, BatchNorm):
-        known[module] = new = BatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group,
-            device="meta",
+def _converted(m: nn.Module, process_group: Any, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    if m in known:
+        return known[m]
+    known[m] = m
+    if isinstance(m, _BatchNorm) and not isinstance(m, BatchNorm):
+        known[m] = new = BatchNorm(
+            m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats, process_group, device="meta"
         )
-        new._parameters.update(module._parameters)
-        new._buffers.update(module._buffers)
-        new.training = module.training
+        new._parameters.update(m._parameters)
+        new._buffers.update(m._buffers)
+        new.training = m.training
         return new
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = _converted(child, process_group, known)
-    return module
+    for name, child in m._modules.items():
+        m._modules[name] = None if child is None else _converted(child, process_group, known)
+    return m
 
 
 class Normalise(torch.autograd.Function):
@@ -245,8 +223,7 @@ def moments_of(x: Tensor) -> Tensor:
         return x.new_zeros(1 + 2 * x.shape[1], dtype=torch.float64)
     dims = [0, *range(2, x.dim())]
     variance, mean = torch.var_mean(x.detach().to(_wide(x.dtype)), dim=dims, correction=0)
-    number = torch.full((1,), count, dtype=torch.float64, device=x.device)
-    return torch.cat([number, mean.double(), variance.double() * count])
+    return torch.cat([mean.double().new_full((1,), count), mean.double(), variance.double() * count])
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
@@ -258,39 +235,28 @@ def merged(parts: Sequence[Tensor]) -> Tensor:
         distance, share = other - mean, m / (n + m).clamp(min=1)
         return torch.cat([n + m, mean + distance * share, m2 + other_m2 + distance**2 * n * share])
 
-    return _folded(parts, merge)
+    return folded(parts, merge)
 
 
-def require_several(moments: Tensor) -> None:
-    """Raise ``ValueError`` if ``moments`` are of one value; not on a GPU, whose host would have to wait."""
-    if moments.device.type == "cpu" and moments[0] <= 1:
-        raise ValueError(
-            f"BatchNorm: expected more than 1 value per channel in the global batch, got {int(moments[0])}"
-        )
-
-
-def added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of ``parts``, in the order of the sum tree."""
-    return _folded(parts, torch.add)
-
-
-def _folded(parts: Sequence[Tensor], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def folded(parts: Sequence[Tensor], join: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
+    """``parts``, joined by ``join`` in the order of the sum tree."""
     if len(parts) == 1:
         return parts[0]
     middle = split(0, len(parts))
-    return join(_folded(parts[:middle], join), _folded(parts[middle:], join))
+    return join(folded(parts[:middle], join), folded(parts[middle:], join))
 
 
-def gathered(group: Group, row: Tensor) -> Tensor:
-    """The ``row`` (n,) of every rank: (W, n), on its device."""
-    out = row.new_empty(group.size * len(row))
-    group.all_gather(out, row.contiguous(), OPERATION)
-    return out.view(group.size, -1)
-
-
-def _mean_and_variance(moments: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    mean, m2 = moments[1:].view(2, -1)
-    return mean.to(dtype), (m2 / moments[0].clamp(min=1)).to(dtype)
+def gathered(group: Group, number: int, row: Tensor) -> Sequence[Tensor]:
+    """The ``row`` (n,) of every rank; ``number`` says in which layer, and below 0 in its backward."""
+    row = torch.cat([row.new_full((1,), number), row])
+    out = row.new_empty(group.size, len(row))
+    group.all_gather(out.view(-1), row, OPERATION)
+    if row.device.type == "cpu" and len(found := set(out[:, 0].tolist())) > 1:
+        raise Desync(
+            f"the ranks are in different BatchNorms, or one is in forward, {sorted(map(int, found))}: every "
+            "rank has to call the same layers in training mode, if need be with an empty batch"
+        )
+    return out[:, 1:].unbind()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,24 +1,24 @@
-"""A declared step whose loss, or whose batch norm, is of the whole global batch: passes that settle what is
+"""A declared step with a loss, or with batch norm, of the whole global batch: passes that settle what is
 global, then gradients.
 
-A loss that compares all samples needs the embeddings of all micro-batches before it has a gradient for one
-of them. So the step computes its micro-batches more than once, and keeps one of them in memory at a time:
+A loss that compares all samples needs the embeddings of all micro-batches before one of them has a gradient.
+So micro-batches are computed more than once, and one at a time is in memory:
 
     pass 1     forward of each micro-batch, without gradients: embeddings
                gathered in the order of micro-batches; every rank computes the loss and d loss / d embedding
     pass 2     forward and backward of each micro-batch, from the gradients of its embeddings
 
-The random numbers of a micro-batch are the same in each pass. A ``BatchNorm`` adds passes: the input of the
-second is known when the statistics of the first are, and in backward the other way round. With K calls of
-batch norm, on a rank with several micro-batches:
+The random numbers of a micro-batch are the same in each pass. The input of a ``BatchNorm`` is known once the
+one before it has its statistics, and in backward the other way round. With K calls of norms, and several
+micro-batches on a rank:
 
-    K passes   forward of each micro-batch to call 0, 1, ... K - 1, whose statistics are then exchanged
+    K passes   forward of each to call 0, 1, ... K - 1, whose statistics are then exchanged
     1 pass     forward to the embeddings; then the loss
     K passes   forward, and backward to call K - 1, ... 0, whose sums of gradients are then exchanged
     1 pass     forward and backward: gradients
 
-A rank with one micro-batch waits for the exchange within its forward, or backward, and goes on: three passes
-instead of 2 K + 2. The exchanges are the same, so ranks of both kinds work together, with the same bits.
+A rank with one micro-batch waits for an exchange in the middle of forward or backward: three passes, with the
+same exchanges and bits.
 
 Source: L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
 arXiv 2101.06983 (gradient caching).
@@ -27,8 +27,6 @@ arXiv 2101.06983 (gradient caching).
 from __future__ import annotations
 
 import json
-import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from torch import Tensor, nn
 from instep.errors import Desync
 from instep.events import BATCH_NORM, GLOBAL_LOSS
 from instep.memory import as_bytes, bytes_of, tensor_of
-from instep.nn.batch_norm import BatchNorm, added, merged, moments_of, require_several
+from instep.nn.batch_norm import BatchNorm, folded, merged, moments_of
 from instep.reduce.header import GLOBAL_BATCH, OPERATIONS
 from instep.replicate.wrapper import DataParallel
 from instep.shard.fully import FullySharded
@@ -52,19 +50,18 @@ from instep.step.reduction import StepPlan
 
 OPERATION = OPERATIONS[GLOBAL_BATCH]
 LIMIT_BYTES = 1 << 32  # of one rank's statistics
-EMBEDDINGS = "embeddings"
+EMBEDDED = "embeddings "  # then their dtypes, dims and devices
 MAX_DIFFERENCE = 0.01  # between passes, relative to the largest element: kernels may round differently
-SAME_CALLS = "every micro-batch has to call the same instep.nn.BatchNorms in the same order"
+ALIKE = "all have to call the same BatchNorms in the same order, and to give tensors of the same kinds"
 DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 Embedded = tuple[Tensor, ...]
 Gradients = Mapping[int, Sequence[Tensor | None]]
 """Of embeddings, by micro-batch."""
-Embed = Callable[[MicroBatch], Tensor | Embedded]
 
 
 def global_step(
     model: nn.Module,
-    embed: Embed,
+    embed: Callable[[MicroBatch], Tensor | Embedded],
     loss: Callable[..., Tensor],
     data: int | DataSource,
     *,
@@ -72,11 +69,10 @@ def global_step(
 ) -> Tensor:
     """Make a declared step of ``model`` with a loss over the global batch, which sets ``.grad``. Collective.
 
-    The bits do not depend on the number of ranks, nor on how many of the micro-batches a rank computes. The
-    result agrees with one process and the whole batch up to rounding. It costs two forwards and one backward,
-    memory for one micro-batch, and on every rank the loss of the whole batch. With K calls of
-    ``instep.nn.BatchNorm`` in a forward it costs about two forwards and two backwards where a rank has one
-    micro-batch, and K / 2 more forwards and K more forwards and backwards where it has several.
+    The bits do not depend on the number of ranks, nor on which rank computes how many of the micro-batches.
+    They agree with one process and the whole batch up to rounding. It costs two forwards and one backward,
+    memory for one micro-batch, and on every rank the loss of the whole batch. K calls of a ``BatchNorm`` add
+    the time of a forward and a backward if a rank has one micro-batch, else of about 2 K forwards.
 
     Args:
         model: a ``DataParallel``, or a module that was given to ``fully_shard``.
@@ -94,9 +90,8 @@ def global_step(
 
     Raises:
         TypeError: ``model`` has no declared steps, or ``embed`` or ``loss`` returns something else.
-        ValueError: a rule of declared steps is broken, micro-batches do not fit together, a trained parameter
-            of the loss is not one of ``model``, ``embed`` gives something else in the second pass, or there
-            is a communication hook.
+        ValueError: a rule of declared steps is broken, micro-batches do not fit together, the loss trains
+            something else than ``model``, or ``embed`` gives something else in another pass.
         RuntimeError: the wrapper is closed.
         Desync: another rank left the step, or is in another one.
         PeerLost: a rank did not come.
@@ -135,15 +130,8 @@ def _session_of(model: nn.Module) -> tuple[StepSession, Any, Gathers | None]:
         return model._declaring(), model, None
     if not isinstance(model, FullySharded):
         raise TypeError(
-            f"global_step: expected a DataParallel or a module of fully_shard, got a {type(model).__name__}: "
-            "wrap the model first"
+            f"expected a DataParallel or a module of fully_shard, got a {type(model).__name__}: wrap it first"
         )
-    for name, m in model.named_modules():
-        if isinstance(m, BatchNorm) and m.training:
-            raise ValueError(
-                f"{name!r} is an instep.nn.BatchNorm in a module of fully_shard, and its passes end where "
-                "other ranks still gather weights: use DataParallel with a ShardedOptimizer, or GroupNorm"
-            )
     return model.sharding.session, model.sharding, model.sharding.gathers
 
 
@@ -168,7 +156,9 @@ class Passes:
     ``gathers`` is of a sharded module.
     """
 
-    def __init__(self, declared: DeclaredStep, embed: Embed, plan: StepPlan, gathers: Gathers | None) -> None:
+    def __init__(
+        self, declared: DeclaredStep, embed: Callable[..., Any], plan: StepPlan, gathers: Gathers | None
+    ) -> None:
         self.declared, self.embed, self.plan, self.gathers = declared, embed, plan, gathers
         self.reducer, self.recorder = declared.reducer, declared.reducer.recorder
         self.device = self.reducer.parameters[0].device
@@ -183,8 +173,9 @@ class Passes:
         self._stopped_at = "", b""
         self._inputs: list[Tensor] = []  # of the calls of this forward
         self._wanted = -1  # the call whose sums this backward is for
-        self._sums: Tensor | None = None
-        self._described: list[Any] = []  # the embeddings, by micro-batch
+        self._sums = torch.empty(0)
+        self._kinds: list[Any] = []  # of the tensors that embed gives: dtype, dims, device
+        self._rows: list[list[int]] = []  # of each of them, by micro-batch
 
     @contextmanager
     def settling(self) -> Iterator[None]:
@@ -206,7 +197,7 @@ class Passes:
     def settle_forward(self) -> dict[int, Embedded]:
         """The embeddings of this rank's micro-batches, once the statistics of all calls are known."""
         embedded: dict[int, Embedded] = {}
-        while not self._described:
+        while not self._kinds:
             found = {}
             for micro_batch in self.own:
                 leaf = micro_batch.index
@@ -214,8 +205,9 @@ class Passes:
                 with self._visit(micro_batch), torch.no_grad(), span:
                     try:
                         embedded[leaf] = its = self._embedded(micro_batch)
-                        kinds = [[str(x.dtype), list(x.shape), x.device.type] for x in its]
-                        found[leaf] = EMBEDDINGS, json.dumps(kinds).encode()
+                        kinds = [[str(x.dtype), x.shape[1:], x.device.type] for x in its]
+                        rows = json.dumps([*map(len, its)])
+                        found[leaf] = EMBEDDED + json.dumps(kinds), rows.encode()
                     except Stopped:
                         found[leaf] = self._stopped_at
             if self.gathers is not None:  # ranks with more micro-batches still gather
@@ -229,25 +221,26 @@ class Passes:
     ) -> tuple[Tensor, Gradients, list[tuple[Tensor, Tensor]]]:
         """The loss, its gradients with respect to this rank's embeddings and to parameters of its own."""
         with self.recorder.span(GLOBAL_LOSS, lane="host"):
-            parts = [self._gather(i, embedded) for i in range(len(self._described[0]))]
-        whole = [torch.cat(its) for its in parts]
-        trained = [x.requires_grad_() for x in whole if x.is_floating_point() or x.is_complex()]
+            numbers = range(len(self._kinds))
+            parts = [self._gathered(i, [its[i] for its in embedded.values()]) for i in numbers]
+        every = [x for its in parts for x in its]
+        trained = [x.requires_grad_() for x in every if x.is_floating_point() or x.is_complex()]
         # As a micro-batch after the last: its random numbers are keyed, and hooks do not take it for a step.
         visit = self.declared.visit(MicroBatch(self.plan.num_leaves, self.plan.num_leaves), gradients=False)
         with visit, self.recorder.span("loss", lane="compute"):
             self.declared.inputs.waits = False
-            value = loss(*whole)
+            value = loss(*map(torch.cat, parts))
             parameters = self._parameters_of(value, trained)
-            found = iter(torch.autograd.grad(value, [*trained, *parameters], allow_unused=True))
+            wanted = [*trained, *parameters]
+            found = torch.autograd.grad(value, wanted, allow_unused=True)
         self._require_same(value)
-        of_whole = [next(found) if x.requires_grad else None for x in whole]
-        by_leaf = [
-            g.split([*map(len, its)]) if g is not None else [None] * len(its)
-            for g, its in zip(of_whole, parts, strict=True)
-        ]
-        gradients = {leaf: [its[leaf] for its in by_leaf] for leaf in embedded}
-        of_loss = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
-        return value.detach(), gradients, of_loss
+        by_id = {id(x): g for x, g in zip(wanted, found, strict=True) if g is not None}
+        gradients = {leaf: [by_id.get(id(its[leaf])) for its in parts] for leaf in embedded}
+        return (
+            value.detach().reshape(()),
+            gradients,
+            [(p, by_id[id(p)]) for p in parameters if id(p) in by_id],
+        )
 
     def settle_backward(self, gradients: Gradients) -> None:
         """Find the means of the gradients of all calls, the last first."""
@@ -267,39 +260,35 @@ class Passes:
         zeros in the others."""
         for micro_batch in self.own:
             leaf = micro_batch.index
-            with self._visit(micro_batch, gradients=True, last=micro_batch is self.own[-1]):
+            with self._visit(micro_batch, gradients=True):
                 self.declared.gradient_came()  # also where none will: its weight counts
                 now = self._embedded(micro_batch)
                 _require_equal(leaf, embedded[leaf], now)
-                roots = _roots(now, gradients[leaf])
-                roots += [(p, g if leaf == 0 else torch.zeros_like(g)) for p, g in of_loss]
-                if not roots:
+                outputs, theirs = _roots(now, gradients[leaf])
+                outputs += [p for p, _ in of_loss]
+                theirs += [g if leaf == 0 else torch.zeros_like(g) for _, g in of_loss]
+                if not outputs:
                     raise ValueError(
                         f"what embed returns for micro-batch {leaf} needs no gradient: compute it by the "
                         "model, not under torch.no_grad()"
                     )
-                outputs, theirs = zip(*roots, strict=True)
                 torch.autograd.backward(outputs, theirs)
 
     def normalise(self, norm: BatchNorm, x: Tensor) -> Tensor:
         """``norm`` is called with ``x``."""
         name, k = self.norms[norm], self._num_called
-        if self._open is None or is_in_backward():
+        if self._open is None or is_in_backward() or self.gathers is not None:
             raise ValueError(
-                f"{name!r}, an instep.nn.BatchNorm, was called {'by the loss' if self._open is None else ''}"
-                f"{'in a checkpointed block' if is_in_backward() else ''}: global_step settles what embed "
-                "calls in its forward. Use GroupNorm or LayerNorm there"
+                f"{name!r}, an instep.nn.BatchNorm, was called by the loss, in a checkpointed block, or in a "
+                "module of fully_shard, where its passes cannot stop: use GroupNorm or LayerNorm there"
             )
-        if k == len(self.calls) and not self._described:
+        if k == len(self.calls) and not self._kinds:
             self._stopped_at = name, bytes_of(moments_of(x))
             if not self._waits:
                 raise Stopped
             self._settle({self._open.index: self._stopped_at})
-        if self._num_called >= len(self.calls) or self.calls[k].norm is not norm:
-            raise ValueError(
-                f"micro-batch {self._open.index} calls {name!r} where another, or it in another pass, did not: "
-                f"{SAME_CALLS}"
-            )
+        if k >= len(self.calls) or self.calls[k].norm is not norm:
+            raise ValueError(f"micro-batch {self._open.index} calls {name!r} in one pass alone: {ALIKE}")
         self._num_called += 1
         if torch.is_grad_enabled():
             x = x.view_as(x)  # of this call alone
@@ -307,10 +296,8 @@ class Passes:
         return norm.normalised(x, self.calls[k].moments, partial(self._means, k))
 
     @contextmanager
-    def _visit(
-        self, micro_batch: MicroBatch, *, gradients: bool = False, last: bool = False
-    ) -> Iterator[None]:
-        with self.declared.visit(micro_batch, gradients=gradients, last=last):
+    def _visit(self, micro_batch: MicroBatch, *, gradients: bool = False) -> Iterator[None]:
+        with self.declared.visit(micro_batch, gradients=gradients, last=micro_batch is self.own[-1]):
             self._open = micro_batch
             try:
                 yield
@@ -325,45 +312,33 @@ class Passes:
         tensors = found if isinstance(found, tuple) else (found,)
         for x in tensors:
             if not isinstance(x, Tensor) or x.dim() == 0:
-                got = "a tensor of shape ()" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise TypeError(
-                    f"embed(micro_batch) of micro-batch {micro_batch.index}: expected a tensor (samples, ...) "
-                    f"or a tuple of them, got {got}"
+                    f"embed: expected a tensor (samples, ...) or a tuple of them, got {found!r:.60}"
                 )
         return tensors
 
     def _settle(self, own: Mapping[int, tuple[str, bytes]]) -> None:
         """All micro-batches have come to the same call, or to their embeddings."""
         kind, found = self._round(own)
-        if kind != EMBEDDINGS:
-            norm = next(m for m, name in self.norms.items() if name == kind)
-            moments = merged([tensor_of(x, torch.float64) for x in found])
-            require_several(moments)
-            self.calls.append(Call(norm, moments.to(self.device)))
+        if kind.startswith(EMBEDDED):
+            self._kinds, self._rows = json.loads(kind[len(EMBEDDED) :]), [*map(json.loads, found)]
             return
-        self._described = [*map(json.loads, found)]
-        first = [[x[0], x[1][1:], x[2]] for x in self._described[0]]
-        for leaf, its in enumerate(self._described):
-            if (got := [[x[0], x[1][1:], x[2]] for x in its]) != first:
-                raise ValueError(
-                    f"embed gives {got} in micro-batch {leaf}, expected {first} as in micro-batch 0 (dtype, "
-                    "dims, device of each tensor): only the number of samples may differ"
-                )
+        norm = next(m for m, name in self.norms.items() if name == kind)
+        moments = merged([tensor_of(x, torch.float64) for x in found])
+        self.calls.append(Call(norm, moments.to(self.device)))
 
-    def _settle_sums(self, k: int, own: Mapping[int, Tensor | None]) -> None:
-        """All micro-batches have their sums of call ``k``; None where backward does not come to it."""
-        call = self.calls[k]
-        zeros = torch.zeros(2, call.norm.num_features, dtype=torch.float64, device="cpu")
-        kind = f"the gradients of call {k}"
-        rows = {leaf: (kind, bytes_of(zeros if x is None else x)) for leaf, x in own.items()}
+    def _settle_sums(self, k: int, own: Mapping[int, Tensor]) -> None:
+        """All micro-batches have their sums of call ``k``."""
+        rows = {leaf: (f"the gradients of call {k}", bytes_of(sums)) for leaf, sums in own.items()}
         found = [tensor_of(x, torch.float64) for x in self._round(rows)[1]]
-        call.means = added(found).view(2, -1).to(self.device) / call.moments[0]
+        self.calls[k].means = folded(found).view(2, -1).to(self.device) / self.calls[k].moments[0]
 
     def _round(self, own: Mapping[int, tuple[str, bytes]]) -> tuple[str, list[bytes]]:
         """Exchange kind and data of micro-batches: the common kind, and the data of all, in their order."""
         head = json.dumps([[leaf, kind, len(data)] for leaf, (kind, data) in own.items()]).encode()
         message = b"\n".join([head, b"".join(data for _, data in own.values())])
-        cause = BATCH_NORM if self.norms and EMBEDDINGS not in dict(own.values()) else GLOBAL_LOSS
+        is_last = any(kind.startswith(EMBEDDED) for kind, _ in own.values())
+        cause = GLOBAL_LOSS if is_last or not self.norms else BATCH_NORM
         with self.recorder.span(cause, lane="host"):
             everyone = self.reducer.exchange_bytes(GLOBAL_BATCH, OPERATION, message, LIMIT_BYTES)
         found: dict[int, tuple[str, bytes]] = {}
@@ -374,32 +349,25 @@ class Passes:
         first = found[0][0]
         for leaf, (kind, _) in sorted(found.items()):
             if kind != first:
-                raise ValueError(
-                    f"micro-batch 0 has come to {first!r}, and micro-batch {leaf} to {kind!r}: {SAME_CALLS}"
-                )
+                raise ValueError(f"micro-batch 0 is at {first!r}, micro-batch {leaf} at {kind!r}: {ALIKE}")
         return first, [found[leaf][1] for leaf in range(self.plan.num_leaves)]
 
-    def _gather(self, i: int, embedded: Mapping[int, Embedded]) -> list[Tensor]:
-        """Embedding number ``i`` of all micro-batches, in order, on its device."""
-        kind, _, where = self._described[0][i]
-        dtype, device = DTYPES[kind], torch.device("cpu") if where == "cpu" else self.device
-        shapes = [its[i][1] for its in self._described]
-        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        by_rank = [[sizes[leaf] for leaf in leaves] for leaves in self.plan.leaves]
-        row = torch.zeros(max(map(sum, by_rank)), dtype=torch.uint8, device=device)
-        if embedded:
-            mine = torch.cat([as_bytes(its[i]) for its in embedded.values()])
-            row[: len(mine)] = mine
-        rows = row.new_empty(len(by_rank), len(row))
-        if len(row):
-            run = partial(self.reducer.group.all_gather, rows.view(-1), row, OPERATION)
-            stream = self.reducer.stream
-            run = partial(stream.run_after, stream.computed(), run)
+    def _gathered(self, i: int, own: Sequence[Tensor]) -> list[Tensor]:
+        """Tensor number ``i`` of all micro-batches, of which this rank has ``own``."""
+        kind, dims, where = self._kinds[i]
+        by_rank = [[self._rows[leaf][i] for leaf in leaves] for leaves in self.plan.leaves]
+        device = "cpu" if where == "cpu" else self.device
+        row = torch.zeros(max(map(sum, by_rank)), *dims, dtype=DTYPES[kind], device=device)
+        if own:
+            row[: sum(map(len, own))] = torch.cat([*own])
+        rows, stream = row.new_empty(len(by_rank), *row.shape), self.reducer.stream
+        run = partial(self.reducer.group.all_gather, as_bytes(rows), as_bytes(row), OPERATION)
+        run = partial(stream.run_after, stream.computed(), run)
+        if rows.numel():
             self.reducer.lane.run(OPERATION, run).wait()
         parts: dict[int, Tensor] = {}
-        for row, leaves, its in zip(rows, self.plan.leaves, by_rank, strict=True):
-            pieces = zip(leaves, row[: sum(its)].split(its), strict=True)
-            parts |= {leaf: x.view(dtype).view(shapes[leaf]) for leaf, x in pieces}
+        for x, leaves, counts in zip(rows, self.plan.leaves, by_rank, strict=True):
+            parts |= zip(leaves, x[: sum(counts)].split(counts), strict=True)
         return [parts[leaf] for leaf in range(self.plan.num_leaves)]
 
     def _parameters_of(self, value: Any, trained: Sequence[Tensor]) -> list[Tensor]:
@@ -411,40 +379,33 @@ class Passes:
             raise ValueError("loss(*embeddings) has no gradient: compute it from the embeddings")
         given = {*map(id, trained)}
         parameters = [x for x in _leaves_under(value) if id(x) not in given]
-        if parameters and self.gathers is not None:
-            raise ValueError(
-                "the loss trains a parameter, which fully_shard would have divided among ranks: use "
-                "DataParallel, or a loss without parameters (learnable=False)"
-            )
-        known = {*map(id, self.reducer.parameters)}
+        known = set() if self.gathers else {*map(id, self.reducer.parameters)}
         for p in parameters:
             if id(p) not in known:
                 raise ValueError(
-                    f"the loss trains a parameter of shape {tuple(p.shape)} that the model does not have, so "
-                    "no rank would reduce its gradient: make the loss a part of the module that is wrapped, or "
-                    "call requires_grad_(False)"
+                    f"the loss trains a parameter of shape {tuple(p.shape)} that no rank would reduce: make "
+                    "the loss a part of the module that DataParallel wraps, or, with fully_shard, freeze it"
                 )
         return parameters
 
     def _require_same(self, value: Tensor) -> None:
-        (word,) = struct.unpack("<q", bytes_of(value.double()))
         with self.recorder.span(GLOBAL_LOSS, lane="host"):
-            words = self.reducer.rendezvous(GLOBAL_BATCH, OPERATION, [word])
-        if any(its != [word] for its in words):
-            found = [struct.unpack("<d", struct.pack("<q", *its))[0] for its in words]
+            found = self.reducer.exchange_bytes(GLOBAL_BATCH, OPERATION, bytes_of(value.double()))
+        if len(set(found)) > 1:
+            values = [tensor_of(x, torch.float64).item() for x in found]
             raise Desync(
-                f"the loss is {found} by rank: it has to be a function of the embeddings alone; let embed "
+                f"the loss is {values} by rank: it has to be a function of the embeddings alone; let embed "
                 "return what else it needs, such as labels"
             )
 
-    def _backward_to(self, micro_batch: MicroBatch, gradients: Gradients, k: int) -> Tensor | None:
-        """The sums of call ``k`` in ``micro_batch``; None if backward does not come to it."""
-        self._wanted, self._sums = k, None
+    def _backward_to(self, micro_batch: MicroBatch, gradients: Gradients, k: int) -> Tensor:
+        """The sums of call ``k`` in ``micro_batch``; zeros if backward does not come to it."""
+        self._wanted = k
+        self._sums = torch.zeros(2, self.calls[k].norm.num_features, dtype=torch.float64, device="cpu")
         with self._visit(micro_batch):
-            roots = _roots(self._embedded(micro_batch), gradients[micro_batch.index])
+            outputs, theirs = _roots(self._embedded(micro_batch), gradients[micro_batch.index])
             inputs = [x for x in self._inputs[0 if self._waits else k : k + 1] if x.requires_grad]
-            if roots and inputs:
-                outputs, theirs = zip(*roots, strict=True)
+            if outputs and inputs:
                 torch.autograd.grad(outputs, inputs, theirs, allow_unused=True)
         self._inputs = []
         return self._sums
@@ -461,10 +422,11 @@ class Passes:
         return torch.zeros_like(sums) if call.means is None else call.means
 
 
-def _roots(outputs: Embedded, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """Where a backward begins, with the gradients there."""
+def _roots(outputs: Embedded, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Where a backward begins, and the gradients there."""
     pairs = zip(outputs, gradients, strict=True)
-    return [(x, g) for x, g in pairs if x.requires_grad and g is not None]
+    kept = [(x, g) for x, g in pairs if x.requires_grad and g is not None]
+    return [x for x, _ in kept], [g for _, g in kept]
 
 
 def _leaves_under(value: Tensor) -> list[Tensor]:
@@ -484,14 +446,10 @@ def _leaves_under(value: Tensor) -> list[Tensor]:
 def _require_equal(leaf: int, before: Embedded, now: Embedded) -> None:
     """Raise ``ValueError`` if ``embed`` has given something else in another pass."""
     for x, y in zip(before, now, strict=True):
-        same = x.shape == y.shape and x.dtype == y.dtype
-        if same and x.numel() and (x.is_floating_point() or x.is_complex()):
-            same = not (x - y.detach()).abs().max() > MAX_DIFFERENCE * x.abs().max()
-        elif same:
-            same = torch.equal(x, y)
-        if not same:
+        inexact = x.numel() > 0 and (x.is_floating_point() or x.is_complex())
+        if x.shape != y.shape or (inexact and (x - y).abs().max() > MAX_DIFFERENCE * x.abs().max()):
             raise ValueError(
-                f"embed(micro_batch) of micro-batch {leaf} gives something else in another pass: it has to be "
-                "a function of the micro-batch. Read data by micro_batch.index or from micro_batch.data, and "
-                "draw random numbers from the generators of torch, Python or numpy"
+                f"embed gives something else for micro-batch {leaf} in another pass: it has to be a function "
+                "of the micro-batch. Read data by micro_batch.index or from micro_batch.data, and draw "
+                "random numbers from the generators of torch, Python or numpy"
             )

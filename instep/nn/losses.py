@@ -1,8 +1,8 @@
 """Contrastive losses of the whole global batch: InfoNCE and CLIP, SigLIP, supervised contrastive.
 
 Every sample is compared with every other one, so the loss of a batch is not the mean of the losses of its
-parts. These modules take the embeddings of all samples and communicate nothing: one process calls them with
-its batch, and in a declared step ``instep.nn.global_step`` gathers the global batch for them.
+parts. These modules take all embeddings and communicate nothing: one process calls them with its batch, and
+in a declared step ``instep.nn.global_step`` gathers the global batch for them.
 
     similarities (n, n)    keys 0 1 2 3
                 query 0    [ +  -  -  - ]     + a pair    - a negative
@@ -10,14 +10,15 @@ its batch, and in a declared step ``instep.nn.global_step`` gathers the global b
                       2    [ -  -  +  - ]     backward: memory for block_rows * n similarities
                       3    [ -  -  -  + ]
 
-n samples, D features. Embeddings are scaled to length 1, and computed with in float32 at least. The number of
-rows in a block is part of the numerical configuration.
+n samples, D features. Embeddings are scaled to length 1, and are float32 at least. ``block_rows`` is part of
+the numerical configuration.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +64,7 @@ class InfoNCE(nn.Module):
         self.logit_scale = _log_scale(temperature, learnable=learnable)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The loss, (), of ``queries`` (n, D) and ``keys`` (m, D); key i is that of query i.
-
-        Keys beyond the first n are negatives only.
-
-        Raises:
-            ValueError: the shapes do not fit.
-        """
+        """The loss, (), of ``queries`` (n, D) and ``keys`` (m, D); keys beyond the first n are negatives."""
         _require_rows(queries, keys, same=self.symmetric)
         queries, keys, scale = _unit(queries), _unit(keys), self.logit_scale.exp()
         loss = self._one_way(queries, keys, scale)
@@ -117,11 +112,7 @@ class SigLIP(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The loss, (), of ``queries`` (n, D) and ``keys`` (n, D); key i is that of query i.
-
-        Raises:
-            ValueError: the shapes do not fit.
-        """
+        """The loss, (), of ``queries`` (n, D) and ``keys`` (n, D)."""
         _require_rows(queries, keys, same=True)
         queries, keys, scale = _unit(queries), _unit(keys), self.logit_scale.exp()
 
@@ -160,18 +151,14 @@ class SupCon(nn.Module):
         """The loss, (), of ``embeddings`` (n, D), or (n, V, D) of V views of each, and ``labels`` (n,).
 
         Without labels each sample is a class of its own, with its views.
-
-        Raises:
-            ValueError: the shapes do not fit.
         """
         n = len(embeddings)
-        if embeddings.dim() not in (2, 3) or n == 0 or (labels is not None and labels.shape != (n,)):
-            got = None if labels is None else tuple(labels.shape)
-            raise ValueError(
-                f"SupCon: expected embeddings (n, D) or (n, V, D) and labels (n,), got "
-                f"{tuple(embeddings.shape)} and {got}"
-            )
         classes = torch.arange(n, device=embeddings.device) if labels is None else labels
+        if embeddings.dim() not in (2, 3) or n == 0 or classes.shape != (n,):
+            raise ValueError(
+                "SupCon: expected embeddings (n, D) or (n, V, D) and labels (n,), got "
+                f"{tuple(embeddings.shape)} and {tuple(classes.shape)}"
+            )
         if embeddings.dim() == 3:
             classes = classes.repeat_interleave(embeddings.shape[1])
         x = _unit(embeddings.flatten(0, -2))
@@ -185,29 +172,25 @@ class SupCon(nn.Module):
             found = torch.where(positive, logits.log_softmax(dim=1), 0.0).sum(dim=1)
             return -(found / positive.sum(dim=1).clamp(min=1)).sum()
 
-        sizes = classes.unique(return_inverse=True, return_counts=True)
-        num_anchors = (sizes[2][sizes[1]] > 1).sum().clamp(min=1)
+        _, own, sizes = classes.unique(return_inverse=True, return_counts=True)
+        num_anchors = (sizes[own] > 1).sum().clamp(min=1)
         return _over_blocks(block, len(x), self.block_rows) / num_anchors
 
 
 def _log_scale(temperature: float, *, learnable: bool) -> nn.Parameter:
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected more than 0, got {temperature}")
     return nn.Parameter(torch.tensor(-math.log(temperature)), requires_grad=learnable)
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Rows of length 1."""
     return F.normalize(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, dim=-1)
 
 
 def _require_rows(queries: Tensor, keys: Tensor, *, same: bool) -> None:
     fits = queries.dim() == keys.dim() == 2 and queries.shape[1] == keys.shape[1] and len(queries) > 0
     if not fits or len(keys) < len(queries) or (same and len(keys) > len(queries)):
-        few = "as many keys as queries" if same else "a key for each query"
         raise ValueError(
-            f"expected queries (n, D) and keys (n, D), {few}, got {tuple(queries.shape)} and "
-            f"{tuple(keys.shape)}"
+            f"expected queries (n, D) and keys ({'n' if same else 'at least n'}, D), got "
+            f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         )
 
 
@@ -215,9 +198,6 @@ def _over_blocks(block: Callable[[int, int], Tensor], num_rows: int, block_rows:
     """The sum of ``block(start, stop)`` over all rows; of several blocks none is kept for backward."""
     if num_rows <= block_rows:
         return block(0, num_rows)
-    starts = range(0, num_rows, block_rows)
-    parts = [
-        checkpoint(block, i, min(i + block_rows, num_rows), use_reentrant=False, preserve_rng_state=False)
-        for i in starts
-    ]
-    return torch.stack(parts).sum()
+    stops = [(i, min(i + block_rows, num_rows)) for i in range(0, num_rows, block_rows)]
+    again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    return torch.stack([again(start, stop) for start, stop in stops]).sum()

@@ -102,7 +102,9 @@ def test_one_rank_has_the_bits_of_torch():
 
 def test_conversion_keeps_names_objects_and_modes():
     shared = nn.BatchNorm1d(4, momentum=None)
-    net = nn.Sequential(nn.Linear(4, 4), shared, nn.Sequential(shared, nn.BatchNorm2d(4, affine=False).eval()))
+    net = nn.Sequential(
+        nn.Linear(4, 4), shared, nn.Sequential(shared, nn.BatchNorm2d(4, affine=False).eval())
+    )
     before, state = dict(net.named_parameters()), net.state_dict()
     converted = convert_batchnorm(net)
     assert converted is net and list(net.state_dict()) == list(state)
@@ -122,13 +124,15 @@ def test_a_copy_shares_the_group(mesh):
 
 
 @world(2)
-def test_ranks_in_different_forwards_are_named(mesh):
-    norm = BatchNorm(C, process_group=mesh)
-    norm(part(0, (C,), torch.float32))
-    if mesh.rank == 0:
-        norm._num_exchanges += 1
-    with pytest.raises(Desync, match=r"BatchNorm\(3\) is in its forwards number \[1, 2\] on different"):
-        norm(part(0, (C,), torch.float32))
+def test_ranks_in_different_layers_are_an_error_and_not_a_wrong_mean(mesh):
+    norms = [BatchNorm(C, process_group=mesh) for _ in range(2)]
+    x = part(0, (C,), torch.float32)
+    for norm in norms:
+        y = norm(x)
+    with pytest.raises(Desync, match=r"in different BatchNorms, or one is in forward, \[1, 2\]"):
+        norms[mesh.rank](x)
+    with pytest.raises(Desync, match=r"\[-2, 1\]: every rank has to call the same layers"):
+        norms[0](x) if mesh.rank else y.sum().backward()
 
 
 @world(2)
