@@ -1,4 +1,10 @@
-"""Layers, losses and the step over the global batch: batch norm, contrastive losses."""
+"""Over the global batch: batch norm, contrastive losses, and the step that they need.
+
+Example:
+    >>> model = instep.DataParallel(model)
+    >>> embed = lambda micro_batch: (model(x[micro_batch.index :: 8]), y[micro_batch.index :: 8])
+    >>> loss = instep.nn.global_step(model, embed, instep.nn.InfoNCE(symmetric=True), 8)
+"""
 
 from instep.nn.batch_norm import BatchNorm, convert_batchnorm
 from instep.nn.global_step import global_step

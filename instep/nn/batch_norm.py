@@ -56,7 +56,7 @@ class BatchNorm(OverGlobalBatch):
     statistics have the same bits on all ranks.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as for torch's ``BatchNorm2d``.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as for torch's.
         process_group: of the plain loop, as for ``DataParallel``; by default the registered mesh, else
             torch's default group, else this process alone.
 
@@ -151,8 +151,8 @@ def convert_batchnorm(module: nn.Module, process_group: Mesh | ProcessGroup | No
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-        >>> instep.nn.convert_batchnorm(net)[1]
-        BatchNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        >>> instep.nn.convert_batchnorm(net)[1].weight.shape
+        torch.Size([8])
     """
     return _converted(module, process_group, {})
 

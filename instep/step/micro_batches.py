@@ -284,9 +284,8 @@ class DeclaredStep:
                 )
             if isinstance(module, OverGlobalBatch) and module.training and module.settling is None:
                 raise ValueError(
-                    f"{name!r} is an instep.nn.BatchNorm, whose statistics are those of all micro-batches "
-                    "together: make the step by instep.nn.global_step(model, embed, loss, data) instead of a "
-                    "loop over micro_batches(), use GroupNorm, or put the layer into eval() mode"
+                    f"{name!r} is an instep.nn.BatchNorm, which needs all micro-batches of the step: call "
+                    "instep.nn.global_step(model, embed, loss, data) instead of the loop, or use GroupNorm"
                 )
         return zeroed
 
