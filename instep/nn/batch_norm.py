@@ -89,6 +89,7 @@ class BatchNorm(OverGlobalBatch):
                 f"got {tuple(x.shape)}"
             )
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         if self.training and self.settling is not None:

@@ -141,6 +141,14 @@ def test_a_batch_of_one_value_is_refused_on_all_ranks(mesh):
         BatchNorm(C, process_group=mesh)(torch.ones(1 - mesh.rank, C))
 
 
+@world(2)
+def test_one_process_cannot_verify_it(mesh):
+    model = DataParallel(nn.Sequential(nn.Linear(C, C), BatchNorm(C, process_group=mesh)), mesh)
+    with pytest.raises(ValueError, match="'1' is a BatchNorm, which mixes the batches of all ranks"):
+        model.verify(torch.ones(4, C), lambda model, x: model(x).mean())
+    model.close()
+
+
 def test_a_wrong_shape_is_refused():
     with pytest.raises(ValueError, match=r"expected an input \(N, 3\) or \(N, 3, \.\.\.\), got \(2, 4\)"):
         BatchNorm(C)(torch.ones(2, 4))

@@ -306,6 +306,39 @@ def test_a_slow_rank_is_waited_for_by_name(mesh, norm, cause):
     model.close()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks
+def test_compiled_towers_have_the_same_gradients():
+    gradients = []
+    for compiled in (False, True):
+        module = filled(Clip(norm=True))
+        model = DataParallel(module, world_of_one())
+        call = torch.compile(model, backend="eager") if compiled else model
+        global_step(model, lambda m, call=call: call(*inputs(m.index)), module.loss, G)
+        gradients.append([p.grad for p in module.parameters()])
+        model.close()
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@world(2)
+def test_autocast_gathers_what_it_computes(mesh):
+    model = DataParallel(filled(Plain()), mesh)
+    seen = []
+
+    def embed(micro_batch: MicroBatch) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(*inputs(micro_batch.index))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        seen.extend([x.dtype, y.dtype])
+        return InfoNCE()(x, y)
+
+    assert global_step(model, embed, loss, G).dtype == torch.float32
+    assert seen == [torch.bfloat16] * 2
+    assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in model.parameters())
+    model.close()
+
+
 # What is refused.
 
 
