@@ -115,7 +115,7 @@ class BatchNorm(OverGlobalBatch):
 
     def normalised(self, x: Tensor, moments: Tensor, means: Means) -> Tensor:
         """``x`` by the ``moments`` of the global batch, (1 + 2C,)."""
-        mean, m2 = moments[1:].view(2, -1).to(_wide(x.dtype))
+        mean, m2 = moments[1:].view(2, -1).to(torch.promote_types(x.dtype, torch.float32))
         variance = m2 / moments[0].to(m2).clamp(min=1)
         found: Tensor = Normalise.apply(x, self.weight, self.bias, mean, variance, self.eps, means)
         return found
@@ -191,8 +191,6 @@ class Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps))
         ctx.means = means
-        if x.numel() == 0:
-            return x.clone()
         kind = mean.dtype if weight is None or x.dtype == mean.dtype else weight.dtype
         return F.batch_norm(x, mean.to(kind), variance.to(kind), weight, bias, False, 0.0, eps)
 
@@ -210,10 +208,8 @@ class Normalise(torch.autograd.Function):
             of_dy, of_both = (row.to(kind).view(shape) for row in ctx.means(sums.double()))
             scale = inverse_std if weight is None else inverse_std * weight.to(kind)
             dx = ((dy - of_dy - x_hat * of_both) * scale.view(shape)).to(x.dtype)
-        dw, db = (
-            row.to(weight.dtype) if weight is not None and needed else None
-            for row, needed in zip(sums.flip(0), ctx.needs_input_grad[1:3], strict=True)
-        )
+        dw = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        db = sums[0].to(weight.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None, None
 
 
@@ -223,7 +219,8 @@ def moments_of(x: Tensor) -> Tensor:
     if count == 0:
         return x.new_zeros(1 + 2 * x.shape[1], dtype=torch.float64)
     dims = [0, *range(2, x.dim())]
-    variance, mean = torch.var_mean(x.detach().to(_wide(x.dtype)), dim=dims, correction=0)
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(wide, dim=dims, correction=0)
     return torch.cat([mean.double().new_full((1,), count), mean.double(), variance.double() * count])
 
 
@@ -258,7 +255,3 @@ def gathered(group: Group, number: int, row: Tensor) -> Sequence[Tensor]:
             "rank has to call the same layers in training mode, if need be with an empty batch"
         )
     return out[:, 1:].unbind()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

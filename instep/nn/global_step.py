@@ -55,8 +55,7 @@ MAX_DIFFERENCE = 0.01  # between passes, relative to the largest element: kernel
 ALIKE = "all have to call the same BatchNorms in the same order, and to give tensors of the same kinds"
 DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 Embedded = tuple[Tensor, ...]
-Gradients = Mapping[int, Sequence[Tensor | None]]
-"""Of embeddings, by micro-batch."""
+Gradients = Mapping[int, Sequence[Tensor | None]]  # of embeddings, by micro-batch
 
 
 def global_step(
