@@ -23,7 +23,8 @@ def api(names: str) -> str:
     blocks = []
     for name in names.split():
         found = pydoc.locate(f"instep.{name}")
-        kind = "class" if inspect.isclass(found) else "function" if inspect.isroutine(found) else "data"
+        kinds = {"module": inspect.ismodule, "class": inspect.isclass, "function": inspect.isroutine}
+        kind = next((kind for kind, holds in kinds.items() if holds(found)), "data")
         members = {"class": "\n   :members:\n   :show-inheritance:", "data": "\n   :no-value:"}.get(kind, "")
         blocks.append(f"```{{eval-rst}}\n.. auto{kind}:: instep.{name}{members}\n```\n")
     return "\n".join(blocks)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from instep import errors
 
 if TYPE_CHECKING:
-    from instep import tensor
+    from instep import nn, tensor
     from instep.checkpoint.shorthand import load, save
     from instep.data.loader import Loader
     from instep.mesh.join import init
@@ -50,6 +50,7 @@ __all__ = [
     "initialize",
     "load",
     "mean",
+    "nn",
     "save",
     "tensor",
     "trace",
@@ -78,7 +79,7 @@ _HOMES = {
 }
 
 
-_FOLDERS = ("tensor",)  # of public names of their own: ``instep.tensor.shard``
+_FOLDERS = ("nn", "tensor")  # of public names of their own: ``instep.tensor.shard``
 
 
 def __getattr__(name: str) -> object:

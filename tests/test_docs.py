@@ -53,6 +53,7 @@ DECLARED = [
     ("run", "A loop of your own", ""),
     ("run", "Arguments of a run", ""),
     ("use", "The declared loop", BEGUN),
+    ("use", "The global batch", ""),
     ("use", "Samples in shards", SHARDS + BEGUN),
     AVERAGED,
 ]

@@ -63,7 +63,7 @@ def mean(values: Values, weights: Values | None = None, *, process_group: Ranks 
         >>> instep.mean([0.25, 1.0], weights=[2, 1])  # losses of batches of 2 and 1: each sample counts once
         0.5
     """
-    group, waiting = _group(process_group)
+    group, waiting = group_of(process_group)
 
     def sums() -> list[Any]:
         numbers = _numbers(values)
@@ -109,7 +109,7 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
         tensor([[10.],
                 [30.]])
     """
-    group, waiting = _group(process_group)
+    group, waiting = group_of(process_group)
     with waiting:
         rows, order = all_or_none(group, "instep.gather", lambda: _checked(tensors, index))
         kinds = [f"tensor {i} of {x.dtype} and shape {('rows', *x.shape[1:])}" for i, x in enumerate(rows)]
@@ -123,16 +123,16 @@ def gather(*tensors: Tensor, index: Tensor | Sequence[int] | None = None, proces
     return whole[0] if len(whole) == 1 else tuple(whole)
 
 
-def _group(process_group: Ranks) -> tuple[Group, AbstractContextManager[Any]]:
-    """A group for the training thread, which waits for every exchange, and the span of the wait."""
+def group_of(process_group: Ranks, cause: str = GLOBAL_LOSS) -> tuple[Group, AbstractContextManager[Any]]:
+    """A group for the training thread, which waits for every exchange, and the span of a wait."""
     ranks = ranks_meant(process_group)
     if ranks is None:
         return alone(), nullcontext()
     if isinstance(ranks, Mesh):
         group = (ranks.whole if ranks.is_view else ranks.data).group
-        return group, ranks.recorder.span(GLOBAL_LOSS, lane="host")
+        return group, ranks.recorder.span(cause, lane="host")
     if ranks not in _groups:
-        _groups[ranks] = find_ranks(ranks, what="instep.mean or instep.gather")[0]
+        _groups[ranks] = find_ranks(ranks, what="instep.mean, gather or nn")[0]
     return _groups[ranks], nullcontext()
 
 

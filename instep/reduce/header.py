@@ -29,7 +29,7 @@ BITS = 62  # flags per int64 word
 _WORD = (1 << BITS) - 1
 NUM_WORDS = 4  # at least, in the place of flags
 
-REDUCE, COMPARE, UPDATE, NORM, UNSCALE, STATISTICS = range(6)
+REDUCE, COMPARE, UPDATE, NORM, UNSCALE, STATISTICS, GLOBAL_BATCH = range(7)
 OPERATIONS = {
     REDUCE: "the exchange of gradients",
     COMPARE: "optimizer.step() with gradients that no exchange has reduced",
@@ -37,6 +37,7 @@ OPERATIONS = {
     NORM: "clip_grad_norm_",
     UNSCALE: "a GradScaler's unscale_",
     STATISTICS: "the exchange of running statistics",
+    GLOBAL_BATCH: "instep.nn.global_step",
 }
 
 

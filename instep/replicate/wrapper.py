@@ -285,13 +285,17 @@ class DataParallel(WrappedOnce, ModuleProxy):
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
+        yield from self._declaring().micro_batches(self, num_micro_batches, step)
+
+    def _declaring(self) -> StepSession:
+        """The session, for a declared step."""
         self._check_open()
         if self._comm_hook is not None:
             raise ValueError(
-                "micro_batches() with a communication hook: a declared step has the same bits on any number "
-                "of ranks, and the hook would replace the sum that gives them. Use the plain loop, or no hook"
+                "a declared step with a communication hook: it has the same bits on any number of ranks, and "
+                "the hook would replace the sum that gives them. Use the plain loop, or no hook"
             )
-        yield from self._session.micro_batches(self, num_micro_batches, step)
+        return self._session
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from instep.rng.keys import LeafKeys
 from instep.step.loss_scale import LossScale, is_compiled
 from instep.step.parameter_registry import ParameterRegistry
 from instep.step.reduction import Reduction, StepPlan
-from instep.step.running_statistics import RunningStatistics
+from instep.step.running_statistics import OverGlobalBatch, RunningStatistics
 
 
 @dataclass
@@ -278,9 +278,14 @@ class DeclaredStep:
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
                     f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
-                    "declared step would depend on the placement. Use BatchNorm, which normalises each "
-                    "micro-batch by itself, GroupNorm or LayerNorm, or plain backward outside of "
-                    "micro_batches()"
+                    "declared step would depend on the placement. Use instep.nn.BatchNorm in a global_step, "
+                    "torch's BatchNorm, which normalises each micro-batch by itself, GroupNorm, LayerNorm, or "
+                    "plain backward outside of micro_batches()"
+                )
+            if isinstance(module, OverGlobalBatch) and module.training and module.settling is None:
+                raise ValueError(
+                    f"{name!r} is an instep.nn.BatchNorm, which needs all micro-batches of the step: call "
+                    "instep.nn.global_step(model, embed, loss, data) instead of the loop, or use GroupNorm"
                 )
         return zeroed
 

@@ -57,6 +57,12 @@ class Measured(NamedTuple):
     variance: Tensor
 
 
+class OverGlobalBatch(_BatchNorm):
+    """A norm whose statistics are those of all micro-batches; ``settling`` is the step that finds them."""
+
+    settling: Any = None
+
+
 def tracking_norms(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of ``modules`` that are norms of torch, with torch's own forward, and track statistics."""
     norms = (m for m in modules if isinstance(m, _NormBase) and type(m).forward in FORWARDS)

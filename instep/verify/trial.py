@@ -24,6 +24,7 @@ from instep.net.process_group import Group
 from instep.rng.generators import seed_generator, state_of
 from instep.rng.keys import derive
 from instep.step.reduction import StepPlan
+from instep.step.running_statistics import OverGlobalBatch
 from instep.verify.batch import pack, unpack
 from instep.verify.comparison import ERRORS, Part, compare
 from instep.verify.gradient_report import Report
@@ -86,10 +87,12 @@ class Trial:
         if rtol is not None and not rtol > 0:
             raise ValueError(f"rtol: expected a positive number, got {rtol!r}")
         for name, module in self.backward.module.named_modules():
-            if isinstance(module, nn.SyncBatchNorm) and module.training and self.group.size > 1:
+            if not isinstance(module, nn.SyncBatchNorm | OverGlobalBatch) or self.group.size == 1:
+                continue
+            if module.training:
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm, which mixes the batches of all ranks: one process cannot "
-                    "recompute a rank's gradient. Put it into eval() mode, or use GroupNorm or LayerNorm"
+                    f"{name!r} is a {type(module).__name__}, which mixes the batches of all ranks: one "
+                    "process cannot recompute a rank's gradient. Put it into eval() mode, or use GroupNorm"
                 )
         return pack(batch)
 
