@@ -15,7 +15,8 @@ consist of whole units, and the norm of a gradient is added from the blocks of e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.memory import bytes_of, tensor_of
-from instep.mesh.axes import MODEL_AXES
-from instep.mesh.mesh import Mesh
+from instep.mesh.axes import MODEL_AXES, resolve
+from instep.mesh.mesh import Mesh, no_store
 from instep.net.process_group import Group
 from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
 from instep.reduce.owners import GradientPeers, entry
@@ -136,11 +137,36 @@ class BoxHome(Home):
 
     def _take_boxes(self, whole: Sequence[Tensor]) -> None:
         for p in whole:
-            if (box := self.box_of(p)) is not None:
-                parts = p.detach().view(grid(tuple(p.shape), box))
-                for dim, (start, stop) in enumerate(box):
-                    parts = parts.narrow(dim, start, stop - start)
-                p.data = parts.reshape(box_shape(p.shape, box)).clone(memory_format=torch.contiguous_format)
+            if self.box_of(p) is not None:
+                p.data = self.part_of(p, p.detach()).clone(memory_format=torch.contiguous_format)
+
+    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Of ``whole``, which is like all of ``parameter``, this rank's box."""
+        if (box := self.box_of(parameter)) is None:
+            return whole
+        part = whole.view(grid(tuple(whole.shape), box))
+        for dim, (start, stop) in enumerate(box):
+            part = part.narrow(dim, start, stop - start)
+        return part.reshape(box_shape(whole.shape, box))
+
+    @contextmanager
+    def as_one_rank(self, module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+        """Inside, ``module`` computes by itself, with all of each parameter: these, by the identity of ours.
+
+        Collective over ``group``, to begin with.
+        """
+        whole = {id(p): nn.Parameter(self.whole(p, p.detach()), p.requires_grad) for p in self.parameters}
+        tables = [part._parameters for part in module.modules()]
+        places = [(table, key, p) for table in tables for key, p in table.items() if id(p) in whole]
+        mesh, self.mesh = self.mesh, Mesh(resolve(1), 0, None, no_store)
+        for table, key, p in places:
+            table[key] = whole[id(p)]
+        try:
+            yield whole
+        finally:
+            self.mesh = mesh
+            for table, key, p in places:
+                table[key] = p
 
     @property
     def held(self) -> list[ParameterShard]:  # type: ignore[override]
@@ -214,7 +240,7 @@ class BoxHome(Home):
         lengths = [box_shape(shape, each).numel() for each in boxes]
         out, padded = own.new_empty(axis.size, max(lengths)), own.new_zeros(max(lengths))
         padded[: own.numel()] = own.reshape(-1)
-        axis.group.all_gather(out.view(-1), padded, "the gathering of a state dict")
+        axis.group.all_gather(out.view(-1), padded, "the gathering of whole parameters")
         whole = own.new_empty(grid(tuple(shape), box))
         for row, length, each in zip(out, lengths, boxes, strict=True):
             place = whole
