@@ -17,6 +17,7 @@ from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, Bundle, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import Header
+from instep.reduce.owners import peers_of
 from instep.replicate.comm_hook import CommHook
 from instep.step.reduction import ONE_GROUP, GradientGroups, Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
@@ -41,6 +42,12 @@ class Reducer(Reduction):
         options: ReductionOptions,
         groups: GradientGroups = ONE_GROUP,
     ) -> None:
+        if options.nodes.counts_elements and any((x := peers_of(p)) and x.cut for p in parameters):
+            raise ValueError(
+                f"nodes={options.nodes} with layers that are cut over ranks: their elements are counted from "
+                "the first one of a rank's part, so that gradients would depend on the number of ranks: use "
+                "nodes='bfloat16', rounding='nearest'"
+            )
         super().__init__(names, parameters, group, recorder, options, groups)
         self.strategy = options.strategy(weakly(self._launch))
         self.exchange = OrderedAllReduce(

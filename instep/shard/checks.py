@@ -47,6 +47,7 @@ from instep.reduce.owners import owner_of
 from instep.shard.layout import Cost, newton_schulz
 from instep.state import homes
 from instep.state.alignment import sharing
+from instep.state.boxes import BoxHome
 
 # These classes themselves: a subclass may do anything.
 ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
@@ -174,14 +175,14 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
     )
 
 
-def require_no_pipeline(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a parameter of ``module`` is on one rank of a pipeline."""
+def require_whole_layers(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter of ``module`` is in a pipeline, or cut along tp or ep."""
     for name, p in module.named_parameters():
         if (there := homes.home(p)) is not None and there.replicas is not None:
+            where = "of a layer cut along tp or ep" if isinstance(there, BoxHome) else "in a pipeline"
             raise ValueError(
-                f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
-                "their layers: divide the optimizer's state among the ranks of a stage, with "
-                "instep.ShardedOptimizer, and leave fully_shard out"
+                f"parameter {name!r} is {where} already, and fully_shard would divide it again: leave "
+                "fully_shard out, and divide the optimizer's state with instep.ShardedOptimizer"
             )
 
 
