@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from instep.hook import Hook
 from instep.tensor import products
 from instep.tensor.exchange import TensorRanks
 
@@ -90,6 +91,7 @@ class TensorLayer(nn.Module):
     def __init__(self, ranks: TensorRanks, chunks: int, *, is_sequence: bool = False) -> None:
         super().__init__()
         self.ranks, self.chunks, self.is_sequence = ranks, chunks, is_sequence
+        self.register_state_dict_post_hook(Hook(_refuse_parts))
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
         """The shape of ``x`` without its features, with the whole sequence."""
@@ -100,20 +102,12 @@ class TensorLayer(nn.Module):
     def stretches(self, x: Tensor) -> list[Tensor]:
         """``x`` (B, T, ...), all of the sequence or a slice, in stretches of a ``chunks``-th of it.
 
-        A sequence that is no multiple, or none, is one stretch.
-
-        Raises:
-            ValueError: it is no multiple, and ranks have slices.
+        Without slices, a sequence that is no multiple is one stretch, and so are rows (M, D) without one.
         """
-        whole = x.shape[1] * (self.ranks.size if self.is_sequence else 1) if x.dim() > 2 else 1
-        if whole % self.chunks == 0:
-            return [part.contiguous() for part in x.split(whole // self.chunks, 1)]
-        if self.is_sequence:
-            raise ValueError(
-                f"expected a sequence whose length is a multiple of chunks({self.chunks}), got {whole}: "
-                "ranks have slices of it; pad the sequence, or shard without sequence=True"
-            )
-        return [x.contiguous()]
+        if not self.is_sequence and (x.dim() < 3 or x.shape[1] % self.chunks):
+            return [x.contiguous()]
+        whole = x.shape[1] * (self.ranks.size if self.is_sequence else 1)
+        return [part.contiguous() for part in x.split(whole // self.chunks, 1)]
 
     def total(self, own: Tensor) -> Tensor:
         """The sum of ``own``, a sum over this rank's stretches, over all of them."""
@@ -202,6 +196,7 @@ class VocabularyEmbedding(TensorLayer):
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
 
     def forward(self, tokens: Tensor) -> Tensor:
+        require_in_vocabulary(tokens, self.num_embeddings)
         first = own_rows(self).start
         inside = (tokens >= first) & (tokens < first + len(self.weight))
         x = F.embedding(torch.where(inside, tokens - first, 0), self.weight)
@@ -232,7 +227,7 @@ class SequenceNorm(TensorLayer):
     def __init__(self, norm: nn.Module, ranks: TensorRanks, chunks: int, *, is_sequence: bool) -> None:
         super().__init__(ranks, chunks, is_sequence=is_sequence)
         self.__dict__["norm"] = norm  # not a module of this one: parameters keep their names
-        self._parameters.update(norm._parameters)
+        self._parameters = norm._parameters  # one table: a parameter may be replaced in it
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, _Norm.apply(x, self, *self._parameters.values()))
@@ -308,6 +303,16 @@ class FromSlices(Function):
         return ctx.ranks.own_slice(dy), None
 
 
+def _refuse_parts(layer: TensorLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict of parts would be saved by one rank and be taken for the model."""
+    for key, p in layer._parameters.items():
+        if p is not None and layer.ranks.boxes.box_of(p) is not None and state.get(prefix + key, p) is not p:
+            raise RuntimeError(
+                f"state_dict(): parameter {prefix + key!r} is this rank's part: all ranks together have "
+                "instep.full_state_dict(model), and instep.save writes each rank's part"
+            )
+
+
 def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:
     """The rows of the layer's weight that this rank's place along ``tp`` has."""
     boxes, weight = layer.ranks.boxes, layer.cut_weight
@@ -315,6 +320,12 @@ def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:
     assert cut is not None
     first = boxes.units(weight).start * cut.unit
     return range(first, first + boxes.local_shape(weight)[0])
+
+
+def require_in_vocabulary(tokens: Tensor, size: int) -> None:
+    """Raise ``RuntimeError`` unless ``tokens`` are below ``size``; on a GPU later, as torch's kernels do."""
+    is_inside = ((tokens >= 0) & (tokens < size)).all()
+    torch._assert_async(is_inside, f"expected tokens from 0 to {size - 1}, the vocabulary's")
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

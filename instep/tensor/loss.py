@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from instep.events import SPLIT_SOFTMAX
 from instep.tensor import products
-from instep.tensor.layers import ColumnLinear, own_rows
+from instep.tensor.layers import ColumnLinear, own_rows, require_in_vocabulary
 
 
 class _SplitSoftmax(Function):
@@ -86,6 +86,7 @@ def cross_entropy(
         raise ValueError(f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
     flat, known = logits.float().flatten(0, -2), targets.flatten()
     counted = known != ignore_index
+    require_in_vocabulary(torch.where(counted, known, 0), layer.out_features)
     losses = cast(Tensor, _SplitSoftmax.apply(flat, known, layer))
     losses = torch.where(counted, losses, 0.0)
     if reduction == "none":

@@ -25,6 +25,7 @@ from instep.hook import Hook
 from instep.mesh.mesh import Mesh, UnrankedMesh
 from instep.state.boxes import Cut, divide
 from instep.step.agreement import agree_on_structure, broadcast_values
+from instep.step.optimizer_guard import require_unowned
 from instep.tensor.exchange import ALIGN_ELEMENTS, TensorRanks
 from instep.tensor.layers import (
     ColumnLinear,
@@ -126,8 +127,14 @@ def shard(
             f"chunks={chunks} for tp({size}): expected a power of two that tp divides"
             + (f", such as {fits[-1]}" if fits else "; tp has to be a power of two itself")
         )
+    require_unowned([*module.parameters()])
     agree_on_structure(module, {"plan": dict(plan), "chunks": chunks, "sequence": sequence}, mesh.world.group)
     styles = dict(_matched(module, plan))
+    if sequence and not {scatter, gather} <= {style for style in styles.values() if isinstance(style, str)}:
+        raise ValueError(
+            "sequence=True with a plan without scatter and gather: each rank would take all of its sequence "
+            "for a slice. Give scatter to the module before the slices, and gather to the one after them"
+        )
     cuts: dict[str, Cut] = {}
     owners = dict(module.named_parameters(remove_duplicate=False))
     first_names = {id(p): name for name, p in reversed(list(owners.items()))}
@@ -217,7 +224,7 @@ def _apply(
     made: TensorLayer
     if isinstance(style, str):
         if is_sequence and style == scatter:
-            layer.register_forward_hook(Hook(partial(_scatter, ranks)))
+            layer.register_forward_hook(Hook(partial(_scatter, ranks, chunks)))
         elif is_sequence:
             layer.register_forward_pre_hook(Hook(partial(_gather, ranks)))
         return
@@ -248,7 +255,12 @@ def _apply(
     module.get_submodule(parent)._modules[key] = made
 
 
-def _scatter(ranks: TensorRanks, _: nn.Module, __: Any, y: Tensor) -> Any:
+def _scatter(ranks: TensorRanks, chunks: int, _: nn.Module, __: Any, y: Tensor) -> Any:
+    if y.dim() < 3 or y.shape[1] % chunks:
+        raise ValueError(
+            f"expected (B, T, D) with T a multiple of chunks({chunks}), got {tuple(y.shape)}: ranks have "
+            "slices of the sequence; pad the sequence, or shard without sequence=True"
+        )
     return ToSlices.apply(y, ranks)
 
 
