@@ -1,4 +1,4 @@
-"""Weights and moments have one hash for any tp, with and without sequence parallelism, beside any other axis."""
+"""Weights and moments have one hash for any tp, with slices of the sequence or without, beside other axes."""
 
 from __future__ import annotations
 

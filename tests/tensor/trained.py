@@ -1,4 +1,4 @@
-"""A small GPT in training with cut layers: two declared steps of AdamW with clipping, and what they end with."""
+"""A small GPT with cut layers in training: two declared steps of AdamW with clipping."""
 
 from __future__ import annotations
 
