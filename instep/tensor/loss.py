@@ -67,9 +67,14 @@ def cross_entropy(
     Raises:
         TypeError: ``layer`` is no layer that ``shard`` has made.
         ValueError: the logits are not those of the layer, or another reduction.
+        RuntimeError: a target is no class.
+        PeerLost: a rank did not come.
 
     Example:
-        >>> loss = instep.tensor.cross_entropy(model(tokens), targets, model.head.out)
+        >>> head = torch.nn.Sequential(torch.nn.Linear(8, 100))
+        >>> plan = {"0": instep.tensor.Column(is_vocabulary=True)}
+        >>> head = instep.tensor.shard(head, instep.init(), plan, chunks=2)
+        >>> loss = instep.tensor.cross_entropy(head(x), torch.arange(len(x)), head[0])
     """
     if not isinstance(layer, ColumnLinear):
         raise TypeError(

@@ -50,6 +50,9 @@ class Column:
         heads: the number of attention heads whose features these are, which stay whole; 0: there are none.
         gathers_output: all ranks get all features, as of logits for an ordinary loss.
         is_vocabulary: the features are logits: the last chunk may have fewer, as of ``Vocabulary``.
+
+    Example:
+        >>> plan = {"attention.qkv": instep.tensor.Column(parts=3, heads=8)}
     """
 
     parts: int = 1
@@ -60,17 +63,29 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer cut by input features, which a ``Column`` made: the ranks' products are added."""
+    """A linear layer cut by input features, which a ``Column`` made: the ranks' products are added.
+
+    Example:
+        >>> plan = {"attention.qkv": instep.tensor.Column(parts=3), "attention.out": instep.tensor.Row()}
+    """
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding cut by rows. The last rank has fewer where the vocabulary is no multiple."""
+    """An embedding cut by rows. The last rank has fewer where the vocabulary is no multiple.
+
+    Example:
+        >>> plan = {"embedding.tokens": instep.tensor.Vocabulary()}
+    """
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A norm over features, or dropout: on this rank's slice of the sequence with ``sequence=True``."""
+    """A norm over features, or dropout: on this rank's slice of the sequence with ``sequence=True``.
+
+    Example:
+        >>> plan = {"blocks.*.norm": instep.tensor.Sequence(), "blocks.*.dropout": instep.tensor.Sequence()}
+    """
 
 
 Style: TypeAlias = Column | Row | Vocabulary | Sequence | str
@@ -111,11 +126,12 @@ def shard(
     Raises:
         ValueError: a name matches nothing; a layer cannot be cut like that; sizes do not fit. On all ranks.
         TypeError: a style is none.
+        PeerLost: a rank did not come.
 
     Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+        >>> mesh = instep.init()
         >>> plan = {"0": instep.tensor.Column(), "2": instep.tensor.Row()}
-        >>> model = instep.DataParallel(instep.tensor.shard(net, instep.init(), plan), instep.get_mesh())
+        >>> model = instep.DataParallel(instep.tensor.shard(model, mesh, plan, chunks=2), mesh)
     """
     size = mesh.along["tp"].size
     if chunks is None and isinstance(mesh, UnrankedMesh):
