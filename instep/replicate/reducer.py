@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
@@ -17,8 +18,9 @@ from instep.net.process_group import Group
 from instep.reduce.buckets import Bucket, Bundle, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import Header
-from instep.reduce.owners import peers_of
 from instep.replicate.comm_hook import CommHook
+from instep.state.boxes import is_cut
+from instep.state.elementwise import why_not_on_boxes
 from instep.step.reduction import ONE_GROUP, GradientGroups, Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
 
@@ -42,7 +44,8 @@ class Reducer(Reduction):
         options: ReductionOptions,
         groups: GradientGroups = ONE_GROUP,
     ) -> None:
-        if options.nodes.counts_elements and any((x := peers_of(p)) and x.cut for p in parameters):
+        self._is_cut = any(map(is_cut, parameters))
+        if self._is_cut and options.nodes.counts_elements:
             raise ValueError(
                 f"nodes={options.nodes} with layers that are cut over ranks: their elements are counted from "
                 "the first one of a rank's part, so that gradients would depend on the number of ranks: use "
@@ -101,6 +104,11 @@ class Reducer(Reduction):
         self._succeeded()
         if self._next_order is not None:
             self._make_buckets(self._next_order)
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """As ``Reduction`` says; a sharded optimizer has checked it."""
+        is_plain = self._is_cut and not hasattr(type(optimizer), "__instep_state__")
+        return why_not_on_boxes(optimizer) if is_plain else None
 
     def reduce_by(self, hook: CommHook) -> CommHook:
         """From now on ``hook`` reduces, and what ranks hold is not compared any more.

@@ -23,34 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
 
 from instep.net.process_group import Group
 from instep.reduce.owners import owner_of
 from instep.shard.layout import Cost, newton_schulz
 from instep.state import homes
 from instep.state.alignment import sharing
-from instep.state.boxes import BoxHome
-
-# These classes themselves: a subclass may do anything.
-ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
+from instep.state.boxes import BoxHome, is_cut
+from instep.state.elementwise import ELEMENTWISE, rounds_by_cut
 
 REFUSED: dict[type[Optimizer], str] = {
     LBFGS: "its step is made of dot products over all parameters and calls the closure again and again: use "
@@ -127,16 +108,6 @@ def why_not_on_shards(optimizer: Optimizer, num_ranks: int) -> str | None:
             "fully_shard(compute_dtype=torch.bfloat16)"
         )
     return None
-
-
-def rounds_by_cut(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the bits of an elementwise step depend on how parameters are cut.
-
-    At the end of each thread's part, torch's loops round some numbers of two bytes in another way than in
-    vectors, and where these ends are depends on how long a tensor is. Fused optimizers round all alike.
-    """
-    loops = (p for group in groups if not group.get("fused") for p in group["params"])
-    return torch.get_num_threads() > 1 and any(p.itemsize == 2 and p.is_cpu for p in loops)
 
 
 def describe_step(groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -237,8 +208,16 @@ def require_apart(module: nn.Module) -> None:
             raise ValueError(f"{' and '.join(repr(name_of[id(x)]) for x in group)} {SHARED}")
 
 
-def require_homes(parameters: Sequence[Tensor], group: Group) -> None:
-    """Raise ``ValueError`` unless ``group`` can step ``parameters`` where they live already."""
+def require_homes(parameters: Sequence[Tensor], group: Group, cost: Cost | None) -> None:
+    """Raise ``ValueError`` unless ``group`` can step ``parameters`` where they live already.
+
+    ``cost`` is that of an optimizer which needs whole parameters.
+    """
+    if cost is not None and any(map(is_cut, parameters)):
+        raise ValueError(
+            "the optimizer looks at whole parameters, and those of layers cut along tp or ep are parts: use "
+            "an elementwise one, such as torch.optim.AdamW"
+        )
     for space in homes.homes(parameters):
         if space.replicas is not None:
             if not set(group.ranks) <= set(space.replicas.data.ranks):

@@ -36,6 +36,7 @@ from instep.state.homes import (
     ParameterShard,
     box_shape,
     dense_strides,
+    home,
     homes,
     settle,
     undivided,
@@ -305,6 +306,13 @@ class BoxGradients(GradientPeers):
     @property
     def _group(self) -> Group:
         return self._living_home.mesh.along[self._axis].group
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether a rank along some axis has a part of ``parameter``, alone or in a pipeline."""
+    there = home(parameter)
+    boxes = there if isinstance(there, BoxHome) else None if there is None else there.boxes
+    return isinstance(boxes, BoxHome) and boxes.cut_of(parameter) is not None
 
 
 def divide(module: nn.Module, mesh: Mesh, cuts: Mapping[str, Cut]) -> BoxHome:

@@ -104,6 +104,21 @@ def cross_entropy(mesh: Mesh, **changes: Any) -> None:
     tensor.cross_entropy(**options)
 
 
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() == 2]
+
+
+def stepped_by_muon(mesh: Mesh) -> None:
+    model = instep.DataParallel(cut(mesh), mesh)
+    model(numbers(4, 32, key="x")).sum().backward()
+    torch.optim.Muon(matrices(model)).step()
+
+
+def sharded_muon(mesh: Mesh) -> None:
+    model = cut(mesh)
+    instep.ShardedOptimizer(matrices(model), torch.optim.Muon, mesh)
+
+
 USES: dict[str, tuple[Callable[[Mesh], object], str]] = {
     "ranks with other chunks": (lopsided, "the ranks differ in options: chunks=2 on rank 0, but chunks=4"),
     "the meta device": (on_meta, "parameter '1.weight' is on the meta device: give the module values first"),
@@ -152,6 +167,11 @@ USES: dict[str, tuple[Callable[[Mesh], object], str]] = {
     "stochastic rounding": (
         lambda mesh: instep.DataParallel(cut(mesh), mesh, nodes="bfloat16", rounding="stochastic"),
         "nodes=bfloat16, stochastic with layers that are cut over ranks",
+    ),
+    "an optimizer of matrices": (stepped_by_muon, "is cut over ranks, and Muon may look at whole parameters"),
+    "an optimizer of whole matrices": (
+        sharded_muon,
+        "the optimizer looks at whole parameters, and those of layers cut along tp or ep are parts",
     ),
     "a wrapper before the cut": (cut_after_wrapping, "belongs to a DataParallel already"),
     "a state dict": (lambda mesh: cut(mesh).state_dict(), "full_state_dict"),
