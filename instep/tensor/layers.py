@@ -87,6 +87,7 @@ class TensorLayer(nn.Module):
     """A layer over ``ranks``. ``chunks``: of the sequence, for gradients that are sums over tokens."""
 
     cut_weight: Tensor  # the parameter in boxes, also while another is in its place
+    options = ""  # of the layer that this one replaces
 
     def __init__(self, ranks: TensorRanks, chunks: int, *, is_sequence: bool = False) -> None:
         super().__init__()
@@ -114,7 +115,8 @@ class TensorLayer(nn.Module):
         return self.ranks.sum(own) if self.is_sequence else own
 
     def extra_repr(self) -> str:
-        return f"tp={self.ranks.size}, chunks={self.chunks}" + ", sequence" * self.is_sequence
+        """What the bits depend on, for the contract: neither ``tp`` nor slices."""
+        return f"{self.options}, chunks={self.chunks}"
 
 
 class ColumnLinear(TensorLayer):
@@ -139,6 +141,9 @@ class ColumnLinear(TensorLayer):
         self.__dict__["cut_weight"] = linear.weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.unit, self.parts, self.gathers_output = unit, parts, gathers_output
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, parts={self.parts}"
 
     def widths(self) -> list[int]:
         """How many output features each rank has."""

@@ -268,6 +268,7 @@ def _apply(
         made = SequenceNorm(layer, ranks, chunks, is_sequence=is_sequence)
     parent, _, key = name.rpartition(".")
     made.train(layer.training)
+    made.options = layer.extra_repr()
     module.get_submodule(parent)._modules[key] = made
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import instep
 from instep import tensor
+from instep.checkpoint.contract import module_fields
 from instep.events import SPLIT_SOFTMAX, TENSOR_PARALLEL, WAITS, Timeline
 from instep.mesh.mesh import Mesh
 from instep.models.transformer import GPT
 from instep.timeline.bubbles import bubbles
-from tests.parity import filled, numbers
+from tests.parity import filled, numbers, world_of_one
 from tests.tensor.trained import GPT_CONFIG, Placed, cut_gpt, loss_of, tokens
 from tests.world import world
 
@@ -77,6 +78,19 @@ def test_verify_finds_a_parameter_between_columns_and_rows(mesh: Mesh) -> None:
     assert [row.name for row in report.rows if not row.ok] == ["gate"]
 
 
+@world(2, tp=2)
+def test_verify_finds_a_norm_between_slices_that_the_plan_leaves_out(mesh: Mesh) -> None:
+    net = filled(
+        nn.Sequential(nn.Identity(), nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32), nn.Identity())
+    )
+    plan = {"0": tensor.scatter, "2": tensor.Column(), "3": tensor.Row(), "4": tensor.gather}
+    tensor.shard(net, mesh, plan, chunks=2, sequence=True)
+    report = instep.DataParallel(net, mesh).verify(
+        numbers(2, 4, 32, key="x"), lambda model, x: model(x).square().mean()
+    )
+    assert [row.name for row in report.rows if not row.ok] == ["1.weight", "1.bias"]
+
+
 WAITING = threading.Event()
 
 
@@ -104,6 +118,14 @@ def test_the_timeline_shows_exchanges_inside_of_layers_and_who_waited(mesh: Mesh
     assert {TENSOR_PARALLEL, SPLIT_SOFTMAX} <= {bubble.cause for bubble in found}
     longest = max(found, key=lambda bubble: bubble.duration_s)
     assert mesh.rank == 1 or (longest.cause == TENSOR_PARALLEL and longest.duration_s >= WAIT_S)
+
+
+@world(2, tp=2)
+def test_the_contract_has_chunks_and_neither_ranks_nor_slices(mesh: Mesh) -> None:
+    one = module_fields(cut_gpt(world_of_one(), Placed()))
+    assert module_fields(cut_gpt(mesh, Placed())) == one
+    assert module_fields(cut_gpt(mesh, Placed(sequence=True))) == one
+    assert module_fields(cut_gpt(mesh, Placed(chunks=2))) != one
 
 
 @world(2, tp=2)
