@@ -92,7 +92,7 @@ BUDGET = {
     "shm": 2040,
     "state": 2165,
     "step": 2720,
-    "tensor": 1000,
+    "tensor": 1010,
     "timeline": 4935,
     "verify": 750,
 }

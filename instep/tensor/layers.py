@@ -1,16 +1,16 @@
-"""Layers of which each rank along ``tp`` has a part; they hold the parameters of the layers they replace.
+"""Layers that the ranks along ``tp`` share, with the parameters of the layers they replace.
 
     tokens  --> VocabularyEmbedding --> x, the same on all ranks
     x --> ColumnLinear --> this rank's columns --> a function of columns --> RowLinear --> y, the same on all
 
 The ranks compute the same micro-batch. In backward a ``ColumnLinear`` sums the gradient of its input over the
 ranks, in forward a ``RowLinear`` its output: one exchange each, as in Megatron-LM (Shoeybi et al. 2019).
-Where ``is_sequence`` is set, what is between a row and the next column is cut into slices of the sequence
-(sequence parallelism, Korthikanti et al. 2022): x is (B, T / t, D) there, sums give slices, and a column
-gathers them first. Norms and dropout between them work on slices (``SequenceNorm``, ``SequenceDropout``).
+With ``is_sequence`` each rank has a slice of the sequence between a row and the next column (sequence
+parallelism, Korthikanti et al. 2022): x is (B, T / t, D) there, the sum of a row gives slices, and a column
+gathers them first. Norms and dropout in between work on slices (``SequenceNorm``, ``SequenceDropout``).
 
-Gradients of parameters that all ranks have are the same bits on all of them. Those that are sums over tokens
-in slices are added over ``chunks`` stretches of the sequence, with slices or without.
+Parameters that all ranks have, those of norms and the biases of rows, get gradients with the same bits on all
+ranks: sums over tokens, added over ``chunks`` stretches of the sequence, with slices or without.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Row(Function):
 
 
 class TensorLayer(nn.Module):
-    """A layer over ``ranks``. ``chunks``: of the sequence, for gradients that are sums over tokens."""
+    """A layer that ``ranks`` share. Gradients that are sums over tokens have ``chunks`` stretches of them."""
 
     cut_weight: Tensor  # the parameter in boxes, also while another is in its place
     options = ""  # of the layer that this one replaces
@@ -111,7 +111,7 @@ class TensorLayer(nn.Module):
         return [part.contiguous() for part in x.split(whole // self.chunks, 1)]
 
     def total(self, own: Tensor) -> Tensor:
-        """The sum of ``own``, a sum over this rank's stretches, over all of them."""
+        """The sum over all stretches, where ``own`` is the one over this rank's."""
         return self.ranks.sum(own) if self.is_sequence else own
 
     def extra_repr(self) -> str:
@@ -120,7 +120,7 @@ class TensorLayer(nn.Module):
 
 
 class ColumnLinear(TensorLayer):
-    """A linear layer whose output features are cut, in units of ``unit``, of each of ``parts`` fused ones.
+    """A linear layer cut by output features, in units of ``unit``; each of its ``parts`` is cut.
 
     With ``gathers_output`` all ranks have all features of the output.
     """
@@ -159,7 +159,7 @@ class ColumnLinear(TensorLayer):
 
 
 class RowLinear(TensorLayer):
-    """A linear layer whose input features are cut, in units of ``unit``; its bias is added after the sum."""
+    """A linear layer cut by input features, in units of ``unit``; its bias is added after the sum."""
 
     def __init__(
         self, linear: nn.Linear, ranks: TensorRanks, chunks: int, unit: int, *, is_sequence: bool = False
@@ -175,7 +175,7 @@ class RowLinear(TensorLayer):
 
 
 class _Gather(Function):
-    """The columns (..., N) of each rank -> those of all ranks, which go on alike."""
+    """This rank's columns (..., N) -> all columns, the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear) -> Tensor:
@@ -192,7 +192,7 @@ class _Gather(Function):
 
 
 class VocabularyEmbedding(TensorLayer):
-    """An embedding whose rows are cut: a rank looks up the tokens that it has, and all others are zeros."""
+    """An embedding cut by rows: a rank looks up its own tokens, and has zeros for the other tokens."""
 
     def __init__(self, embedding: nn.Embedding, ranks: TensorRanks, chunks: int) -> None:
         super().__init__(ranks, chunks)
@@ -209,7 +209,7 @@ class VocabularyEmbedding(TensorLayer):
 
 
 class _SumOfOne(Function):
-    """The sum over ranks, of which one alone has no zero there; with one rank, too, -0 becomes 0."""
+    """The sum over ranks, all but one of which have zeros; -0 becomes 0, on one rank as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -224,7 +224,7 @@ class _SumOfOne(Function):
 class SequenceNorm(TensorLayer):
     """A norm of each token by itself; its weights' gradients are added over stretches of the sequence.
 
-    In backward it computes each stretch again.
+    Backward computes each stretch again.
     """
 
     norm: nn.Module
@@ -267,7 +267,7 @@ class _Norm(Function):
 
 
 class SequenceDropout(TensorLayer):
-    """Dropout with the mask of the whole sequence, of which a rank has its slice."""
+    """Dropout by the mask of the whole sequence, of which a rank takes its slice."""
 
     def __init__(self, dropout: nn.Dropout, ranks: TensorRanks, chunks: int, *, is_sequence: bool) -> None:
         super().__init__(ranks, chunks, is_sequence=is_sequence)
@@ -295,7 +295,7 @@ class ToSlices(Function):
 
 
 class FromSlices(Function):
-    """The slices of all ranks -> x (B, T, ...), with which all ranks go on alike."""
+    """All ranks' slices -> x (B, T, ...), the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -319,7 +319,7 @@ def _refuse_parts(layer: TensorLayer, state: dict[str, Any], prefix: str, *_: An
 
 
 def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:
-    """The rows of the layer's weight that this rank's place along ``tp`` has."""
+    """This rank's rows of the layer's weight, by their numbers in the whole weight."""
     boxes, weight = layer.ranks.boxes, layer.cut_weight
     cut = boxes.cut_of(weight)
     assert cut is not None
@@ -334,7 +334,7 @@ def require_in_vocabulary(tokens: Tensor, size: int) -> None:
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """``tensors`` as ``F.linear`` takes them: under autocast in its dtype."""
+    """``tensors`` as ``F.linear`` casts them under autocast."""
     kind = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -1,7 +1,7 @@
-"""Cross-entropy over logits of which each rank has some of the vocabulary: the split softmax.
+"""The split softmax: cross-entropy where each rank has the logits of a part of the vocabulary.
 
-Per token the ranks exchange a maximum, then a sum of exponentials beside the target's logit: 12 bytes instead
-of its V logits. The maximum is exact in any order; the sum is added unit by unit down the tree.
+Per token the ranks exchange a maximum, then a sum of exponentials and the target's logit: 12 bytes instead of
+V logits. The maximum is exact in any order; the sum is added unit by unit down the tree.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3. Letters: M tokens, V size of the vocabulary.
 """
@@ -52,14 +52,14 @@ def cross_entropy(
 ) -> Tensor:
     """As ``torch.nn.functional.cross_entropy`` of class indices, where each rank has a part of the classes.
 
-    Collective over the ranks of ``layer``, in forward. Rounded to float32 first, as under autocast.
+    Collective over the ranks of ``layer``, in forward. Logits are converted to float32 first.
 
     Args:
         logits: (..., V of this rank), as ``layer`` has made them.
         targets: (...) int64, of all V classes, the same on all ranks.
-        layer: the ``Column()`` layer of the plan that the logits are of.
+        layer: the layer that made the logits, cut by ``Column()``.
         reduction: "mean" over the tokens that are not ignored, "sum" or "none".
-        ignore_index: targets of this value count as nothing.
+        ignore_index: tokens with this target do not count.
 
     Returns:
         The loss, the same on all ranks: (), or the shape of ``targets``.

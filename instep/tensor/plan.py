@@ -1,4 +1,4 @@
-"""Which layers are cut, and how: a plan from names to styles, as torch's ``parallelize_module`` has it.
+"""A plan says which layers are cut and how: names to styles, as for torch's ``parallelize_module``.
 
 shard(model, mesh, {
     "embedding.tokens": Vocabulary(),
@@ -43,11 +43,11 @@ MAX_CHUNKS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A linear layer cut by output features: each rank computes its own, for which it needs all of the input.
+    """A linear layer cut by output features: each rank computes some of them from the whole input.
 
     Attributes:
-        parts: how many layers of equal size are fused in this one (3: query, key, value, in this order).
-        heads: the number of attention heads whose features these are, which stay whole; 0: there are none.
+        parts: number of layers of equal size that are fused in this one (3: query, key, value).
+        heads: number of attention heads, which stay whole; 0: none.
         gathers_output: all ranks get all features, as of logits for an ordinary loss.
         is_vocabulary: the features are logits: the last chunk may have fewer, as of ``Vocabulary``.
 
@@ -107,10 +107,10 @@ def shard(
     take rank 0's values first. A parameter that is cut has this rank's part; ``instep.save``,
     ``instep.full_state_dict`` and a run's checkpoints have the whole.
 
-    With ``chunks`` the training of a model has the same bits for every ``tp`` that divides them, 1 included,
-    with and without ``sequence``: products are made and added in so many chunks (``products.py``). That holds
-    for the layers in the plan; functions between a ``Column`` and a ``Row`` have to treat features, or heads,
-    each by itself, and there is no dropout between them.
+    With ``chunks`` a training has the same bits for every ``tp`` that divides them, 1 included, with and
+    without ``sequence`` (``products.py``). Between a ``Column`` and a ``Row`` a model may have functions of
+    each feature, or head, by itself: no dropout, and no parameters that the plan does not cut. Neither is
+    checked; ``model.verify`` finds the parameters.
 
     Args:
         module: with values, the same layers on all ranks.
@@ -125,7 +125,7 @@ def shard(
 
     Raises:
         ValueError: a name matches nothing; a layer cannot be cut like that; sizes do not fit. On all ranks.
-        TypeError: a style is none.
+        TypeError: an entry is no style.
         PeerLost: a rank did not come.
 
     Example:
@@ -209,7 +209,7 @@ def _cuts(name: str, layer: nn.Module, style: Style, chunks: int) -> dict[str, C
 def _unit(name: str, features: int, count: int, *, whole: bool = True) -> int:
     """Features, or rows, of each of ``count`` units; unless ``whole`` the last may have fewer.
 
-    Kernels round the ends of rows in another way than what fills vectors, so no unit begins in a vector.
+    Kernels round the ends of rows differently from full vectors, so each unit begins with a full vector.
     """
     unit = -(-features // (count * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
     if unit * (count - 1) >= features or (whole and unit * count != features):

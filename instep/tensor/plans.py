@@ -1,4 +1,4 @@
-"""Plans for models that many train: the GPT of ``instep train``, and Llama as Hugging Face writes it."""
+"""Plans for common models: the GPT of ``instep train``, and the Llama of Hugging Face."""
 
 from __future__ import annotations
 
