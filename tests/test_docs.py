@@ -38,6 +38,7 @@ SAVED = [
     ("shard", "Shard", ""),
     ("shard", "Muon", "instep.init()\nmodel = instep.fully_shard(model)\n"),
     ("use", "Data from a data set", BEGUN),
+    ("tensor", "Tensor parallelism", ""),
 ]
 SHARDS = """
 paths = [f"{torch.rand(1).item()}.txt" for _ in range(12)]
@@ -250,7 +251,7 @@ def test_every_page_is_in_the_index_and_begins_with_what_it_answers():
         assert title.startswith("# ") and not blank and answer[:1].isupper()
 
 
-@pytest.mark.parametrize("page", ["placement", "strategies", "shm", "timeline"])
+@pytest.mark.parametrize("page", ["placement", "strategies", "shm", "tensor", "timeline"])
 def test_the_answers_of_a_page_of_concepts_are_right(page):
     text = PAGES[page].read_text()
     exercises, answers = text.split("## Exercises\n")[1].split("<details><summary>Answers</summary>\n")
@@ -277,4 +278,7 @@ def test_what_a_page_shows_of_a_collective_is_printed(page):
 def test_the_page_of_the_api_has_every_public_name():
     made = re.findall("<!-- made at build: api (.*) -->", PAGES["api"].read_text())
     public = {*instep.__all__, *(f"errors.{name}" for name in instep.errors.__all__)}
-    assert public - {"__version__", "errors"} <= {name for line in made for name in line.split()}
+    kinds = {name: getattr(instep.tensor, name) for name in instep.tensor.__all__}
+    layers = {name for name, x in kinds.items() if isinstance(x, type) and issubclass(x, nn.Module)}
+    public |= {f"tensor.{name}" for name, x in kinds.items() if callable(x)} - {f"tensor.{x}" for x in layers}
+    assert public - {"__version__", "errors", "tensor"} <= {name for line in made for name in line.split()}

@@ -22,6 +22,7 @@ from instep.mesh.mesh import Mesh
 from instep.run.loop import RunStep
 from instep.shard.fully import FullySharded
 from instep.step.micro_batches import MicroBatch
+from instep.tensor.layers import TensorLayer
 from instep.timeline.trace import TraceSession
 from instep.verify.gradient_report import Report
 from tests.test_docs import program
@@ -60,8 +61,9 @@ class Named(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """What users pass: nothing for what they are given."""
-        if not callable(self.public) or self.is_error or self.public in GIVEN.values():
+        """What users pass: nothing for what they are given; the fields of a dataclass are attributes."""
+        is_given = self.public in GIVEN.values() or dataclasses.is_dataclass(self.public)
+        if not callable(self.public) or self.is_error or is_given:
             return {}
         found = inspect.signature(self.public).parameters
         return {name: p for name, p in found.items() if name != "self"}
@@ -73,12 +75,18 @@ def public_names() -> Iterator[tuple[str, Named]]:
         public = getattr(instep, name)
         yield name, Named(public)
         if isinstance(public, ModuleType):
-            yield from ((f"{name}.{kind}", Named(getattr(public, kind))) for kind in public.__all__)
+            kinds = {kind: getattr(public, kind) for kind in public.__all__}
+            yield from ((f"{name}.{kind}", Named(x)) for kind, x in kinds.items() if is_made_by_users(x))
         else:
             yield from members(name, public if isinstance(public, type) else type(public))
     for kind in GIVEN.values():
         yield kind.__name__, Named(kind)
         yield from members(kind.__name__, kind)
+
+
+def is_made_by_users(x: Any) -> bool:
+    """Not a constant, nor a layer that ``instep.tensor.shard`` puts in the place of another one."""
+    return inspect.isfunction(x) or (inspect.isclass(x) and not issubclass(x, TensorLayer))
 
 
 def members(name: str, kind: type) -> Iterator[tuple[str, Named]]:

@@ -169,7 +169,8 @@ class Pipeline(WrappedOnce, ModuleProxy):
             )
             if self.home is None:
                 agree_on_structure(self.module, self._described(), self.group)
-                broadcast_values(self.module, self.group)
+                for group in [self.group] if self._boxes is None else [self._pp_group, mesh.data.group]:
+                    broadcast_values(self.module, group)  # ranks along tp and ep have other boxes
             self._parts = [Layers(self._layers[a:b]) for a, b in pairwise(self._edges)]
             self._stage_ranks = ranks = schedule.stage_ranks
             # By NCCL, messages of each direction have a group of their own (``connections.py``).

@@ -69,7 +69,7 @@ class StageReducer(Reducer):
     refuse: Callable[[Optimizer], str | None]
 
     def refusal(self, optimizer: Optimizer) -> str | None:
-        return self.refuse(optimizer)
+        return super().refusal(optimizer) or self.refuse(optimizer)
 
 
 class Stage:

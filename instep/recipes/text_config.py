@@ -269,8 +269,11 @@ def _check_layers(config: Config) -> None:
             f"{named} with parallel.shard_stage {parallel.shard_stage}: its weights are cut already; set "
             "parallel.shard_stage 1, which divides the optimizer's state, or parallel.tp 1"
         )
-    if parallel.nodes != "float32":
-        raise ValueError(f"{named} with parallel.nodes {parallel.nodes}: leave nodes out, or set tp 1")
+    if parallel.nodes == "int8" or parallel.rounding == "stochastic":
+        raise ValueError(
+            f"{named} with parallel.nodes {parallel.nodes}, parallel.rounding {parallel.rounding}: gradients "
+            "would depend on tp; set parallel.nodes bfloat16 with nearest rounding, or parallel.tp 1"
+        )
 
 
 def schedule_of(parallel: ParallelConfig) -> str:

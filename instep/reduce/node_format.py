@@ -337,6 +337,11 @@ class NodeFormat:
         return self.nodes != "float32"
 
     @property
+    def counts_elements(self) -> bool:
+        """Whether a node depends on where in its parameter an element is."""
+        return self.nodes == "int8" or self.rounding == "stochastic"
+
+    @property
     def tolerance(self) -> float:
         """Largest distance of a gradient from the sum without rounding, relative to its norm."""
         return TOLERANCES[self.nodes]

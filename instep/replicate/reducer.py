@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
@@ -18,6 +19,8 @@ from instep.reduce.buckets import Bucket, Bundle, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import Header
 from instep.replicate.comm_hook import CommHook
+from instep.state.boxes import is_cut
+from instep.state.elementwise import why_not_on_boxes
 from instep.step.reduction import ONE_GROUP, GradientGroups, Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
 
@@ -41,6 +44,13 @@ class Reducer(Reduction):
         options: ReductionOptions,
         groups: GradientGroups = ONE_GROUP,
     ) -> None:
+        self._is_cut = any(map(is_cut, parameters))
+        if self._is_cut and options.nodes.counts_elements:
+            raise ValueError(
+                f"nodes={options.nodes} with layers that are cut over ranks: their elements are counted from "
+                "the first one of a rank's part, so that gradients would depend on the number of ranks: use "
+                "nodes='bfloat16', rounding='nearest'"
+            )
         super().__init__(names, parameters, group, recorder, options, groups)
         self.strategy = options.strategy(weakly(self._launch))
         self.exchange = OrderedAllReduce(
@@ -94,6 +104,11 @@ class Reducer(Reduction):
         self._succeeded()
         if self._next_order is not None:
             self._make_buckets(self._next_order)
+
+    def refusal(self, optimizer: Optimizer) -> str | None:
+        """As ``Reduction`` says; a sharded optimizer has checked it."""
+        is_plain = self._is_cut and not hasattr(type(optimizer), "__instep_state__")
+        return why_not_on_boxes(optimizer) if is_plain else None
 
     def reduce_by(self, hook: CommHook) -> CommHook:
         """From now on ``hook`` reduces, and what ranks hold is not compared any more.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.mesh.join import find_ranks
 from instep.mesh.mesh import Mesh
@@ -22,7 +23,7 @@ from instep.replicate.reducer import Reducer
 from instep.replicate.strategies import find
 from instep.state.alignment import align
 from instep.state.boxes import BoxHome
-from instep.state.homes import Wrapped, homes
+from instep.state.homes import Wrapped, home, homes
 from instep.step import optimizer_guard
 from instep.step.agreement import agree_on_structure, agree_on_values, broadcast_values, compare_threads
 from instep.step.backward import StepSession
@@ -416,8 +417,9 @@ class DataParallel(WrappedOnce, ModuleProxy):
             strategy=self._strategy,
             seed=self._seed,
             copy=self.group.rank,
-            pieces=[GradientPiece.whole(i, p) for i, p in enumerate(parameters)],
+            pieces=[self._piece(i, p) for i, p in enumerate(parameters)],
             values=[Value(name, 0, p) for name, p in self.module.named_parameters()],
+            alone=self._as_one_rank,
         )
         return verify(subject, self._process_group, batch, loss, rtol)
 
@@ -462,6 +464,26 @@ class DataParallel(WrappedOnce, ModuleProxy):
             self._bind(lambda: self._options)
         now = self._session.backward
         now.sync, now.step_mode = before.sync, before.step_mode
+
+    @contextmanager
+    def _as_one_rank(self) -> Iterator[list[Tensor]]:
+        """Layers that are cut are whole inside."""
+        registry, whole = self._session.backward.registry, dict[int, nn.Parameter]()
+        with ExitStack() as stack:
+            stack.callback(registry.stand_down)
+            for boxes in self._boxes:
+                whole |= stack.enter_context(boxes.as_one_rank(self.module))
+            for _, p in registry.trainable:
+                if id(p) in whole:
+                    registry.stand_for(whole[id(p)], p)
+            yield [whole.get(id(p), p) for p in self._reducer.parameters]
+
+    @staticmethod
+    def _piece(position: int, p: Tensor) -> GradientPiece:
+        there = home(p)
+        if not isinstance(there, BoxHome):
+            return GradientPiece.whole(position, p)
+        return GradientPiece(position, partial(there.part_of, p), lambda: p.grad)
 
     @property
     def _boxes(self) -> list[BoxHome]:

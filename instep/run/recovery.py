@@ -468,11 +468,12 @@ def require_fit(manifest: Manifest, training: ScriptTraining, path: Path) -> Cha
     Returns what has changed all the same: what is noted, and what the user has accepted.
     """
     found = changes(manifest.numerical, training.contract, ("in the checkpoint", "now"))
-    if found.refused:
+    if found.refused:  # settings first: they change many layers
+        lines = sorted(found.refused, key=lambda line: line.startswith("model.layer."))
         raise ContractBroken(
             f"{path} was begun with other settings; restore these in the script or command, or begin "
             f'a new run from its weights: instep.load("{path / CHECKPOINTS}", model=model) in another '
-            "--run-dir\n  " + "\n  ".join(_first(found.refused))
+            "--run-dir\n  " + "\n  ".join(_first(lines))
         )
     if found.warned and not training.config.accept_contract:
         raise ContractBroken(

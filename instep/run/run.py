@@ -70,10 +70,11 @@ class Run:
     Args:
         run_dir: the directory of the run; None makes one in ``runs/``.
         seed: of what steps draw.
-        mesh: how ranks are arranged: ``shard``, ``pp``, ``backend``, ``device``, ``threads`` as for
-            ``instep.init``; ``deterministic`` sets what the same bits need on a GPU before CUDA starts.
-            Where a run goes on with a number of ranks that ``pp`` or ``shard`` does not divide, pipelines
-            and shard groups are larger, the next number that does.
+        mesh: how ranks are arranged: ``shard``, ``pp``, ``tp``, ``ep``, ``backend``, ``device``, ``threads``
+            as for ``instep.init``; ``deterministic`` sets what the same bits need on a GPU before CUDA
+            starts. Where a run goes on with a number of ranks that ``pp`` or ``shard`` does not divide,
+            pipelines and shard groups are larger, the next number that does; of ``tp`` and ``ep`` the
+            largest part that does.
         checkpoint: ``every`` so many steps (100; 0: at the end only), and how many to ``keep`` (3); ``best``,
             the figure by which the best one is kept, too: "val_loss", "max:val_acc".
         checks: ``max_skipped``, ``spike``, ``skip_steps``, ``replicas_every``, ``replay_every``.

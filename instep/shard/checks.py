@@ -23,33 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
 
 from instep.net.process_group import Group
 from instep.reduce.owners import owner_of
 from instep.shard.layout import Cost, newton_schulz
 from instep.state import homes
 from instep.state.alignment import sharing
-
-# These classes themselves: a subclass may do anything.
-ELEMENTWISE = frozenset({SGD, Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adamax, RMSprop, Rprop, ASGD})
+from instep.state.boxes import BoxHome, is_cut
+from instep.state.elementwise import ELEMENTWISE, rounds_by_cut
 
 REFUSED: dict[type[Optimizer], str] = {
     LBFGS: "its step is made of dot products over all parameters and calls the closure again and again: use "
@@ -128,16 +110,6 @@ def why_not_on_shards(optimizer: Optimizer, num_ranks: int) -> str | None:
     return None
 
 
-def rounds_by_cut(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the bits of an elementwise step depend on how parameters are cut.
-
-    At the end of each thread's part, torch's loops round some numbers of two bytes in another way than in
-    vectors, and where these ends are depends on how long a tensor is. Fused optimizers round all alike.
-    """
-    loops = (p for group in groups if not group.get("fused") for p in group["params"])
-    return torch.get_num_threads() > 1 and any(p.itemsize == 2 and p.is_cpu for p in loops)
-
-
 def describe_step(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     """Two numbers that differ if ranks make other steps: for the gradients that are used, for the options."""
     presence = bytes(p.grad is not None for group in groups for p in group["params"])
@@ -174,14 +146,14 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
     )
 
 
-def require_no_pipeline(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a parameter of ``module`` is on one rank of a pipeline."""
+def require_whole_layers(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter of ``module`` is in a pipeline, or cut along tp or ep."""
     for name, p in module.named_parameters():
         if (there := homes.home(p)) is not None and there.replicas is not None:
+            where = "of a layer cut along tp or ep" if isinstance(there, BoxHome) else "in a pipeline"
             raise ValueError(
-                f"parameter {name!r} is in a pipeline already, whose ranks have all weights and gradients of "
-                "their layers: divide the optimizer's state among the ranks of a stage, with "
-                "instep.ShardedOptimizer, and leave fully_shard out"
+                f"parameter {name!r} is {where} already, and fully_shard would divide it again: leave "
+                "fully_shard out, and divide the optimizer's state with instep.ShardedOptimizer"
             )
 
 
@@ -236,8 +208,16 @@ def require_apart(module: nn.Module) -> None:
             raise ValueError(f"{' and '.join(repr(name_of[id(x)]) for x in group)} {SHARED}")
 
 
-def require_homes(parameters: Sequence[Tensor], group: Group) -> None:
-    """Raise ``ValueError`` unless ``group`` can step ``parameters`` where they live already."""
+def require_homes(parameters: Sequence[Tensor], group: Group, cost: Cost | None) -> None:
+    """Raise ``ValueError`` unless ``group`` can step ``parameters`` where they live already.
+
+    ``cost`` is that of an optimizer which needs whole parameters.
+    """
+    if cost is not None and any(map(is_cut, parameters)):
+        raise ValueError(
+            "the optimizer looks at whole parameters, and those of layers cut along tp or ep are parts: use "
+            "an elementwise one, such as torch.optim.AdamW"
+        )
     for space in homes.homes(parameters):
         if space.replicas is not None:
             if not set(group.ranks) <= set(space.replicas.data.ranks):

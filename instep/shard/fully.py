@@ -333,7 +333,7 @@ def fully_shard(
 
     def consider() -> ShardingOptions:  # what this rank may refuse before it knows of the others
         require_reducible(module)
-        checks.require_no_pipeline(module)
+        checks.require_whole_layers(module)
         optimizer_guard.require_unowned([*module.parameters()])
         added = [name for name in vars(FullySharded) if not name.startswith("_")]
         taken = [name for name in added if hasattr(module, name) and not hasattr(nn.Module, name)]

@@ -60,6 +60,7 @@ from instep.shard.optimizer_state import (
 from instep.shard.shard_groups import mesh_for_shards, num_shard_groups, shard_group_of
 from instep.shard.unit import Unit
 from instep.state import homes
+from instep.state.elementwise import rounds_by_cut
 from instep.state.homes import DividedOptimizer
 from instep.state.shards import elements
 from instep.step.optimizer_guard import meeting_of, require_every_rank_steps
@@ -544,7 +545,7 @@ class ShardedOptimizer(Optimizer):
             mesh_for_replicas()  # which raises if its other axes have no use
         checks.require_new(parameters)
         require_every_rank_steps(parameters)
-        checks.require_homes(parameters, self.group)
+        checks.require_homes(parameters, self.group, checks.stepping_cost(self._optimizer_cls))
 
     def _take(self, first_group: int) -> list[dict[str, Any]]:
         """The parameters of the groups from ``first_group`` on move; the groups, with this rank's pieces."""
@@ -575,7 +576,7 @@ def _step_pieces(shards: ShardedParameters, local: Optimizer, groups: Sequence[d
     for group, own in zip(groups, local.param_groups, strict=True):
         own.update(group_options(group))
     num_threads = torch.get_num_threads()
-    on_one = not shards.cost and checks.rounds_by_cut(local.param_groups)
+    on_one = not shards.cost and rounds_by_cut(local.param_groups)
     try:
         if on_one:
             torch.set_num_threads(1)

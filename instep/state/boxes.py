@@ -1,21 +1,22 @@
-"""Parameters of which each rank of a layer has a box: tensor and expert parallelism.
+"""Parameters in boxes, one per rank: for tensor and expert parallelism.
 
     weight (8, K), Cut("tp", dim=0), tp = 2          rank 0: rows 0 to 3    rank 1: rows 4 to 7
     qkv (12, K), Cut("tp", dim=0, parts=3)           of query, key and value: half of the rows of each
     norm (K,), no cut                                all of it on both
 
 The parameter stays the same object and becomes smaller: ``weight.shape`` is (4, K) on each rank. Optimizers
-step it, and gradients are reduced over the ranks with the same box, the mesh's data axes. What saves, hashes
-and recovers the state asks the home for box and shape.
+step it, and gradients are reduced over the ranks with the same box, the mesh's data axes. Checkpoints,
+hashes and recovery ask the home for box and shape.
 
 Sizes and norms have to be the same for any number of ranks, so a cut dim has units (``Cut.unit``): boxes
-consist of whole units, and the norm of a gradient is added from the blocks of each.
+consist of whole units, and the norm of a gradient is added unit by unit.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.memory import bytes_of, tensor_of
-from instep.mesh.axes import MODEL_AXES
-from instep.mesh.mesh import Mesh
+from instep.mesh.axes import MODEL_AXES, resolve
+from instep.mesh.mesh import Mesh, no_store
 from instep.net.process_group import Group
 from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
 from instep.reduce.owners import GradientPeers, entry
@@ -35,6 +36,7 @@ from instep.state.homes import (
     ParameterShard,
     box_shape,
     dense_strides,
+    home,
     homes,
     settle,
     undivided,
@@ -45,8 +47,8 @@ from instep.state.shards import Box, grid
 class Cut(NamedTuple):
     """How one parameter is cut: along ``dim``, over the mesh's axis ``axis``, in boxes of whole units.
 
-    A unit has ``unit`` elements of ``dim``, the last one perhaps fewer. Of a fused weight (dim 0 alone)
-    ``parts`` is the number of its parts, each of which is cut. ``heads`` stay whole, where there are any.
+    A unit has ``unit`` elements of ``dim``, the last one perhaps fewer. A fused weight (dim 0 only) has
+    ``parts``, and each is cut. ``heads`` stay whole; 0: none.
     """
 
     axis: str
@@ -56,11 +58,11 @@ class Cut(NamedTuple):
     heads: int = 0
 
     def num_units(self, shape: Sequence[int]) -> int:
-        """Of all of a parameter of this ``shape``."""
+        """Of the whole parameter, which has this ``shape``."""
         return -(-shape[self.dim] // (self.parts * self.unit))
 
     def require_ranks(self, name: str, shape: Sequence[int], size: int) -> None:
-        """Raise ``ValueError`` unless ``size`` ranks can have equal parts of parameter ``name``."""
+        """Raise ``ValueError`` unless ``size`` ranks can share parameter ``name`` equally."""
         for what, count in (("heads", self.heads), ("chunks", self.num_units(shape))):
             if count % size:
                 fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -70,7 +72,7 @@ class Cut(NamedTuple):
                 )
 
     def units(self, shape: Sequence[int], rank: int, size: int) -> range:
-        """The units that ``rank`` of ``size`` has; ``shape`` is that of all of the parameter."""
+        """The units of ``rank`` of ``size`` ranks; ``shape`` is the whole parameter's."""
         count = self.num_units(shape)
         return range(rank * count // size, (rank + 1) * count // size)
 
@@ -83,11 +85,10 @@ class Cut(NamedTuple):
 
 
 class BoxHome(Home):
-    """The parameters of a module: those with a cut in boxes, all others whole on each rank.
+    """The parameters of a module: boxes of those with a cut, the others whole on each rank.
 
-    ``group`` are the ranks that compute a micro-batch together (``mesh.model``). ``join`` takes part in
-    another mesh, in which boxes may be others: their values are gone until a state is put, unless this rank
-    had all of them.
+    ``group`` has the ranks that compute a micro-batch together (``mesh.model``). ``join`` moves to another
+    mesh, perhaps with other boxes: values are lost until a state is loaded, unless this rank had all of them.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
@@ -101,7 +102,7 @@ class BoxHome(Home):
         settle(self)
 
     def cut(self, cuts: Mapping[str, Cut]) -> None:
-        """Cut the parameters in ``cuts``, by name: each rank keeps its box."""
+        """Cut parameters by name: each rank keeps its boxes."""
         named = dict(zip(self.names, self.parameters, strict=True))
         for name, cut in cuts.items():
             cut.require_ranks(name, named[name].shape, self.mesh.along[cut.axis].size)
@@ -116,7 +117,7 @@ class BoxHome(Home):
         return self.group.size == 1
 
     def join(self, mesh: Mesh) -> None:
-        """Take part in ``mesh``: boxes as its axes cut them. No communication."""
+        """Move to ``mesh``, with boxes as its axes cut them. No communication."""
         had_all = self.resident and self.has_values
         self.bind(mesh)
         if had_all:
@@ -127,7 +128,7 @@ class BoxHome(Home):
             p.data = p.new_empty(self.local_shape(p))
 
     def bind(self, mesh: Mesh) -> None:
-        """The boxes are those of ``mesh``; memory stays as it is."""
+        """Move to ``mesh``, but leave memory as it is."""
         for name, p in zip(self.names, self.parameters, strict=True):
             if (cut := self.cut_of(p)) is not None:
                 cut.require_ranks(name, self.shape_of(p), mesh.along[cut.axis].size)
@@ -136,11 +137,36 @@ class BoxHome(Home):
 
     def _take_boxes(self, whole: Sequence[Tensor]) -> None:
         for p in whole:
-            if (box := self.box_of(p)) is not None:
-                parts = p.detach().view(grid(tuple(p.shape), box))
-                for dim, (start, stop) in enumerate(box):
-                    parts = parts.narrow(dim, start, stop - start)
-                p.data = parts.reshape(box_shape(p.shape, box)).clone(memory_format=torch.contiguous_format)
+            if self.box_of(p) is not None:
+                p.data = self.part_of(p, p.detach()).clone(memory_format=torch.contiguous_format)
+
+    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's box of ``whole``, a tensor like the whole ``parameter``."""
+        if (box := self.box_of(parameter)) is None:
+            return whole
+        part = whole.view(grid(tuple(whole.shape), box))
+        for dim, (start, stop) in enumerate(box):
+            part = part.narrow(dim, start, stop - start)
+        return part.reshape(box_shape(whole.shape, box))
+
+    @contextmanager
+    def as_one_rank(self, module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+        """Inside, ``module`` computes as on one rank, with whole parameters: yields them, by the id of ours.
+
+        Entering is collective over ``group``.
+        """
+        whole = {id(p): nn.Parameter(self.whole(p, p.detach()), p.requires_grad) for p in self.parameters}
+        tables = [part._parameters for part in module.modules()]
+        places = [(table, key, p) for table in tables for key, p in table.items() if id(p) in whole]
+        mesh, self.mesh = self.mesh, Mesh(resolve(1), 0, None, no_store)
+        for table, key, p in places:
+            table[key] = whole[id(p)]
+        try:
+            yield whole
+        finally:
+            self.mesh = mesh
+            for table, key, p in places:
+                table[key] = p
 
     @property
     def held(self) -> list[ParameterShard]:  # type: ignore[override]
@@ -151,7 +177,7 @@ class BoxHome(Home):
         ]
 
     def units(self, parameter: Tensor) -> range:
-        """Of a parameter that is cut: the units of this rank."""
+        """This rank's units of a parameter that is cut."""
         cut = self._cuts[id(parameter)]
         axis = self.mesh.along[cut.axis]
         return cut.units(self.shape_of(parameter), axis.rank, axis.size)
@@ -160,7 +186,7 @@ class BoxHome(Home):
         return self._cuts.get(id(parameter))
 
     def gradients_of(self, parameter: Tensor) -> BoxGradients | None:
-        """The peers of a parameter that is cut."""
+        """The peers of ``parameter``; None if it is not cut."""
         cut = self.cut_of(parameter)
         return None if cut is None else self._gradients[cut.axis]
 
@@ -205,7 +231,7 @@ class BoxHome(Home):
         return None if self.resident else self.whole(parameter, parameter.detach().clone())
 
     def whole(self, parameter: Tensor, own: Tensor) -> Tensor:
-        """All of ``parameter``, of which this rank has ``own``. Collective over the axis that cuts it."""
+        """The whole tensor of which this rank has ``own``. Collective over the axis that cuts."""
         if (box := self.box_of(parameter)) is None:
             return own
         cut, shape = self._cuts[id(parameter)], self.shape_of(parameter)
@@ -214,7 +240,7 @@ class BoxHome(Home):
         lengths = [box_shape(shape, each).numel() for each in boxes]
         out, padded = own.new_empty(axis.size, max(lengths)), own.new_zeros(max(lengths))
         padded[: own.numel()] = own.reshape(-1)
-        axis.group.all_gather(out.view(-1), padded, "the gathering of a state dict")
+        axis.group.all_gather(out.view(-1), padded, "the gathering of whole parameters")
         whole = own.new_empty(grid(tuple(shape), box))
         for row, length, each in zip(out, lengths, boxes, strict=True):
             place = whole
@@ -240,7 +266,7 @@ class BoxHome(Home):
 
 
 class BoxGradients(GradientPeers):
-    """The gradients of the parameters of ``home`` that are cut over ``axis``, of which a rank has boxes."""
+    """Gradients of the parameters of ``home`` that are cut over ``axis``: a rank has boxes of them."""
 
     cut = True
 
@@ -281,8 +307,15 @@ class BoxGradients(GradientPeers):
         return self._living_home.mesh.along[self._axis].group
 
 
+def is_cut(parameter: Tensor) -> bool:
+    """Whether a rank along some axis has a part of ``parameter``, alone or in a pipeline."""
+    there = home(parameter)
+    boxes = there if isinstance(there, BoxHome) else None if there is None else there.boxes
+    return isinstance(boxes, BoxHome) and boxes.cut_of(parameter) is not None
+
+
 def divide(module: nn.Module, mesh: Mesh, cuts: Mapping[str, Cut]) -> BoxHome:
-    """Cut the parameters of ``module`` in ``cuts``, by name, each rank of ``mesh.model`` keeping its box.
+    """Cut parameters of ``module`` by name: each rank of ``mesh.model`` keeps its boxes.
 
     Raises:
         ValueError: a parameter has no values yet, or is divided in another way.

@@ -25,6 +25,7 @@ from instep.memory import as_bytes
 from instep.net.agree import first_difference, raise_on_all, require_same_lines
 from instep.net.process_group import Group
 from instep.state.hash import tensor_digest
+from instep.state.homes import shape_of
 from instep.step.parameter_registry import ParameterRegistry
 
 T = TypeVar("T")
@@ -176,7 +177,7 @@ class SharedBuffers:
 
 
 def _describe(name: str, x: Tensor) -> str:
-    return f"{name!r}, shape {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}"
+    return f"{name!r}, shape {tuple(shape_of(x))}, {str(x.dtype).removeprefix('torch.')}"
 
 
 def _is_held_by_a_graph(buffer: Tensor) -> bool:

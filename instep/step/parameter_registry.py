@@ -39,6 +39,10 @@ class ParameterRegistry:
         """``whole`` is in the place of ``parameter`` while a module computes."""
         self._stands_for[id(whole)] = parameter
 
+    def stand_down(self) -> None:
+        """Every parameter is in its own place again."""
+        self._stands_for.clear()
+
     def as_wrapped(self) -> AbstractContextManager[None]:
         """Inside, what required gradients when the model was wrapped does, and no other that was there."""
         return requiring([p for _, p in self.trainable], [p for _, p in self.frozen])

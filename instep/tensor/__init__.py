@@ -1,8 +1,9 @@
 """Tensor parallelism: layers cut over the ranks of the mesh's axis ``tp``, with the bits of one rank.
 
-    model = GPT(config)                                  # with values, the same on all ranks
-    instep.tensor.shard(model, mesh, instep.tensor.gpt_plan(model), chunks=8)
-    model = instep.DataParallel(model, mesh)             # over the data axes
+    >>> mesh = instep.init()  # with tp=2 every two ranks share a model
+    >>> plan = {"0": instep.tensor.Column(), "2": instep.tensor.Row()}
+    >>> model = instep.tensor.shard(model, mesh, plan, chunks=2)
+    >>> model = instep.DataParallel(model, mesh)  # over the data axes
 
 Start reading in ``plan.py``, then ``layers.py``; ``products.py`` says why the bits do not depend on ``tp``.
 """

@@ -1,7 +1,7 @@
-"""What ranks along ``tp`` exchange inside of a layer: sums down the tree, and slices of the sequence.
+"""Exchanges inside a layer, between the ranks along ``tp``: sums down the tree, and slices of the sequence.
 
-Sums move data and add locally, in the order of the tree (``products.tree_sum``), so that they have the bits
-of one rank. Bytes that a rank receives, t ranks, x of S bytes:
+A sum moves data and adds locally, in the order of the tree (``products.tree_sum``): it has the bits of one
+rank. Bytes that a rank receives, t ranks, x of S bytes:
 
     sum              all-to-all of slices, then an all-gather     2 S (t-1)/t
     sum_slice        all-to-all                                   S (t-1)/t       sequence parallelism:
@@ -22,11 +22,11 @@ from instep.state.boxes import BoxHome
 from instep.tensor.products import tree_sum
 
 ALIGN_ELEMENTS = 16
-SMALL_BYTES = 64 << 10  # two messages take longer than to receive and add all of this
+SMALL_BYTES = 64 << 10  # up to here one message from each rank is faster than slices
 
 
 class TensorRanks:
-    """The ranks along ``tp`` of the mesh that ``boxes`` live in at the moment."""
+    """The ranks along ``tp`` of the mesh of ``boxes``, which a run may replace."""
 
     def __init__(self, boxes: BoxHome) -> None:
         self.boxes = boxes
@@ -44,7 +44,7 @@ class TensorRanks:
         return self.axis.rank
 
     def rows(self, x: Tensor, cause: str = TENSOR_PARALLEL) -> Tensor:
-        """The ``x`` of every rank: (t, *x.shape)."""
+        """Every rank's ``x``: (t, *x.shape)."""
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, x.numel())
@@ -53,7 +53,7 @@ class TensorRanks:
         return out.view(self.size, *x.shape)
 
     def sum(self, x: Tensor, cause: str = TENSOR_PARALLEL) -> Tensor:
-        """The sum of the ``x`` of all ranks, which are subtrees in order, on each of them."""
+        """The sum of all ranks' ``x``, each a subtree, in rank order. The same on all ranks."""
         size = self.size
         if size == 1:
             return x
@@ -66,22 +66,22 @@ class TensorRanks:
         return self.rows(own, cause).view(-1)[: x.numel()].view(x.shape)
 
     def sum_slice(self, x: Tensor) -> Tensor:
-        """Of the sum of the ``x`` (B, T, ...) of all ranks, this rank's slice of the sequence."""
+        """This rank's slice (B, T / t, ...) of the sum of all ranks' ``x`` (B, T, ...)."""
         if self.size == 1:
             return x
         slices = torch.stack(x.chunk(self.size, 1))  # (t, B, T / t, ...)
         return tree_sum(self._to_owners(slices, TENSOR_PARALLEL).view(slices.shape).unbind())
 
     def gather_slices(self, x: Tensor) -> Tensor:
-        """The slices ``x`` (B, T / t, ...) of all ranks as (B, T, ...)."""
+        """All ranks' slices ``x`` (B, T / t, ...), joined to (B, T, ...)."""
         return torch.cat(self.rows(x).unbind(), 1)
 
     def own_slice(self, x: Tensor) -> Tensor:
-        """Of ``x`` (B, T, ...) this rank's slice of the sequence, contiguous."""
+        """This rank's slice of the sequence of ``x`` (B, T, ...), contiguous."""
         return x.chunk(self.size, 1)[self.rank].contiguous()
 
     def _to_owners(self, x: Tensor, cause: str) -> Tensor:
-        """Part r of ``x`` goes to rank r; the parts that have come, in rank order."""
+        """Send part r of ``x`` to rank r; return the received parts in rank order."""
         out = torch.empty_like(x)
         lengths: Sequence[int] = [x.numel() // self.size] * self.size
         with self.boxes.mesh.recorder.span(cause, lane="host", num_bytes=x.nbytes):

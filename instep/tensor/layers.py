@@ -1,16 +1,16 @@
-"""Layers of which each rank along ``tp`` has a part; they hold the parameters of the layers they replace.
+"""Layers that the ranks along ``tp`` share, with the parameters of the layers they replace.
 
     tokens  --> VocabularyEmbedding --> x, the same on all ranks
     x --> ColumnLinear --> this rank's columns --> a function of columns --> RowLinear --> y, the same on all
 
 The ranks compute the same micro-batch. In backward a ``ColumnLinear`` sums the gradient of its input over the
 ranks, in forward a ``RowLinear`` its output: one exchange each, as in Megatron-LM (Shoeybi et al. 2019).
-Where ``is_sequence`` is set, what is between a row and the next column is cut into slices of the sequence
-(sequence parallelism, Korthikanti et al. 2022): x is (B, T / t, D) there, sums give slices, and a column
-gathers them first. Norms and dropout between them work on slices (``SequenceNorm``, ``SequenceDropout``).
+With ``is_sequence`` each rank has a slice of the sequence between a row and the next column (sequence
+parallelism, Korthikanti et al. 2022): x is (B, T / t, D) there, the sum of a row gives slices, and a column
+gathers them first. Norms and dropout in between work on slices (``SequenceNorm``, ``SequenceDropout``).
 
-Gradients of parameters that all ranks have are the same bits on all of them. Those that are sums over tokens
-in slices are added over ``chunks`` stretches of the sequence, with slices or without.
+Parameters that all ranks have, those of norms and the biases of rows, get gradients with the same bits on all
+ranks: sums over tokens, added over ``chunks`` stretches of the sequence, with slices or without.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from instep.hook import Hook
 from instep.tensor import products
 from instep.tensor.exchange import TensorRanks
 
@@ -83,13 +84,15 @@ class _Row(Function):
 
 
 class TensorLayer(nn.Module):
-    """A layer over ``ranks``. ``chunks``: of the sequence, for gradients that are sums over tokens."""
+    """A layer that ``ranks`` share. Gradients that are sums over tokens have ``chunks`` stretches of them."""
 
     cut_weight: Tensor  # the parameter in boxes, also while another is in its place
+    options = ""  # of the layer that this one replaces
 
     def __init__(self, ranks: TensorRanks, chunks: int, *, is_sequence: bool = False) -> None:
         super().__init__()
         self.ranks, self.chunks, self.is_sequence = ranks, chunks, is_sequence
+        self.register_state_dict_post_hook(Hook(_refuse_parts))
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
         """The shape of ``x`` without its features, with the whole sequence."""
@@ -100,31 +103,24 @@ class TensorLayer(nn.Module):
     def stretches(self, x: Tensor) -> list[Tensor]:
         """``x`` (B, T, ...), all of the sequence or a slice, in stretches of a ``chunks``-th of it.
 
-        A sequence that is no multiple, or none, is one stretch.
-
-        Raises:
-            ValueError: it is no multiple, and ranks have slices.
+        Without slices, a sequence that is no multiple is one stretch, and so are rows (M, D) without one.
         """
-        whole = x.shape[1] * (self.ranks.size if self.is_sequence else 1) if x.dim() > 2 else 1
-        if whole % self.chunks == 0:
-            return [part.contiguous() for part in x.split(whole // self.chunks, 1)]
-        if self.is_sequence:
-            raise ValueError(
-                f"expected a sequence whose length is a multiple of chunks({self.chunks}), got {whole}: "
-                "ranks have slices of it; pad the sequence, or shard without sequence=True"
-            )
-        return [x.contiguous()]
+        if not self.is_sequence and (x.dim() < 3 or x.shape[1] % self.chunks):
+            return [x.contiguous()]
+        whole = x.shape[1] * (self.ranks.size if self.is_sequence else 1)
+        return [part.contiguous() for part in x.split(whole // self.chunks, 1)]
 
     def total(self, own: Tensor) -> Tensor:
-        """The sum of ``own``, a sum over this rank's stretches, over all of them."""
+        """The sum over all stretches, where ``own`` is the one over this rank's."""
         return self.ranks.sum(own) if self.is_sequence else own
 
     def extra_repr(self) -> str:
-        return f"tp={self.ranks.size}, chunks={self.chunks}" + ", sequence" * self.is_sequence
+        """What the bits depend on, for the contract: neither ``tp`` nor slices."""
+        return f"{self.options}, chunks={self.chunks}"
 
 
 class ColumnLinear(TensorLayer):
-    """A linear layer whose output features are cut, in units of ``unit``, of each of ``parts`` fused ones.
+    """A linear layer cut by output features, in units of ``unit``; each of its ``parts`` is cut.
 
     With ``gathers_output`` all ranks have all features of the output.
     """
@@ -146,6 +142,9 @@ class ColumnLinear(TensorLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.unit, self.parts, self.gathers_output = unit, parts, gathers_output
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, parts={self.parts}"
+
     def widths(self) -> list[int]:
         """How many output features each rank has."""
         boxes, size = self.ranks.boxes, self.ranks.size
@@ -160,7 +159,7 @@ class ColumnLinear(TensorLayer):
 
 
 class RowLinear(TensorLayer):
-    """A linear layer whose input features are cut, in units of ``unit``; its bias is added after the sum."""
+    """A linear layer cut by input features, in units of ``unit``; its bias is added after the sum."""
 
     def __init__(
         self, linear: nn.Linear, ranks: TensorRanks, chunks: int, unit: int, *, is_sequence: bool = False
@@ -176,7 +175,7 @@ class RowLinear(TensorLayer):
 
 
 class _Gather(Function):
-    """The columns (..., N) of each rank -> those of all ranks, which go on alike."""
+    """This rank's columns (..., N) -> all columns, the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear) -> Tensor:
@@ -193,7 +192,7 @@ class _Gather(Function):
 
 
 class VocabularyEmbedding(TensorLayer):
-    """An embedding whose rows are cut: a rank looks up the tokens that it has, and all others are zeros."""
+    """An embedding cut by rows: a rank looks up its own tokens, and has zeros for the other tokens."""
 
     def __init__(self, embedding: nn.Embedding, ranks: TensorRanks, chunks: int) -> None:
         super().__init__(ranks, chunks)
@@ -202,6 +201,7 @@ class VocabularyEmbedding(TensorLayer):
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
 
     def forward(self, tokens: Tensor) -> Tensor:
+        require_in_vocabulary(tokens, self.num_embeddings)
         first = own_rows(self).start
         inside = (tokens >= first) & (tokens < first + len(self.weight))
         x = F.embedding(torch.where(inside, tokens - first, 0), self.weight)
@@ -209,7 +209,7 @@ class VocabularyEmbedding(TensorLayer):
 
 
 class _SumOfOne(Function):
-    """The sum over ranks, of which one alone has no zero there; with one rank, too, -0 becomes 0."""
+    """The sum over ranks, all but one of which have zeros; -0 becomes 0, on one rank as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -224,7 +224,7 @@ class _SumOfOne(Function):
 class SequenceNorm(TensorLayer):
     """A norm of each token by itself; its weights' gradients are added over stretches of the sequence.
 
-    In backward it computes each stretch again.
+    Backward computes each stretch again.
     """
 
     norm: nn.Module
@@ -232,7 +232,7 @@ class SequenceNorm(TensorLayer):
     def __init__(self, norm: nn.Module, ranks: TensorRanks, chunks: int, *, is_sequence: bool) -> None:
         super().__init__(ranks, chunks, is_sequence=is_sequence)
         self.__dict__["norm"] = norm  # not a module of this one: parameters keep their names
-        self._parameters.update(norm._parameters)
+        self._parameters = norm._parameters  # one table: a parameter may be replaced in it
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, _Norm.apply(x, self, *self._parameters.values()))
@@ -267,7 +267,7 @@ class _Norm(Function):
 
 
 class SequenceDropout(TensorLayer):
-    """Dropout with the mask of the whole sequence, of which a rank has its slice."""
+    """Dropout by the mask of the whole sequence, of which a rank takes its slice."""
 
     def __init__(self, dropout: nn.Dropout, ranks: TensorRanks, chunks: int, *, is_sequence: bool) -> None:
         super().__init__(ranks, chunks, is_sequence=is_sequence)
@@ -295,7 +295,7 @@ class ToSlices(Function):
 
 
 class FromSlices(Function):
-    """The slices of all ranks -> x (B, T, ...), with which all ranks go on alike."""
+    """All ranks' slices -> x (B, T, ...), the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -308,8 +308,18 @@ class FromSlices(Function):
         return ctx.ranks.own_slice(dy), None
 
 
+def _refuse_parts(layer: TensorLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict of parts would be saved by one rank and be taken for the model."""
+    for key, p in layer._parameters.items():
+        if p is not None and layer.ranks.boxes.box_of(p) is not None and state.get(prefix + key, p) is not p:
+            raise RuntimeError(
+                f"state_dict(): parameter {prefix + key!r} is this rank's part: all ranks together have "
+                "instep.full_state_dict(model), and instep.save writes each rank's part"
+            )
+
+
 def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:
-    """The rows of the layer's weight that this rank's place along ``tp`` has."""
+    """This rank's rows of the layer's weight, by their numbers in the whole weight."""
     boxes, weight = layer.ranks.boxes, layer.cut_weight
     cut = boxes.cut_of(weight)
     assert cut is not None
@@ -317,8 +327,14 @@ def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:
     return range(first, first + boxes.local_shape(weight)[0])
 
 
+def require_in_vocabulary(tokens: Tensor, size: int) -> None:
+    """Raise ``RuntimeError`` unless ``tokens`` are below ``size``; on a GPU later, as torch's kernels do."""
+    is_inside = ((tokens >= 0) & (tokens < size)).all()
+    torch._assert_async(is_inside, f"expected tokens from 0 to {size - 1}, the vocabulary's")
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """``tensors`` as ``F.linear`` takes them: under autocast in its dtype."""
+    """``tensors`` as ``F.linear`` casts them under autocast."""
     kind = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(kind):
         return tensors

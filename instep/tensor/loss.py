@@ -1,7 +1,7 @@
-"""Cross-entropy over logits of which each rank has some of the vocabulary: the split softmax.
+"""The split softmax: cross-entropy where each rank has the logits of a part of the vocabulary.
 
-Per token the ranks exchange a maximum, then a sum of exponentials beside the target's logit: 12 bytes instead
-of its V logits. The maximum is exact in any order; the sum is added unit by unit down the tree.
+Per token the ranks exchange a maximum, then a sum of exponentials and the target's logit: 12 bytes instead of
+V logits. The maximum is exact in any order; the sum is added unit by unit down the tree.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3. Letters: M tokens, V size of the vocabulary.
 """
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from instep.events import SPLIT_SOFTMAX
 from instep.tensor import products
-from instep.tensor.layers import ColumnLinear, own_rows
+from instep.tensor.layers import ColumnLinear, own_rows, require_in_vocabulary
 
 
 class _SplitSoftmax(Function):
@@ -52,14 +52,14 @@ def cross_entropy(
 ) -> Tensor:
     """As ``torch.nn.functional.cross_entropy`` of class indices, where each rank has a part of the classes.
 
-    Collective over the ranks of ``layer``, in forward. Rounded to float32 first, as under autocast.
+    Collective over the ranks of ``layer``, in forward. Logits are converted to float32 first.
 
     Args:
         logits: (..., V of this rank), as ``layer`` has made them.
         targets: (...) int64, of all V classes, the same on all ranks.
-        layer: the ``Column()`` layer of the plan that the logits are of.
+        layer: the layer that made the logits, cut by ``Column()``.
         reduction: "mean" over the tokens that are not ignored, "sum" or "none".
-        ignore_index: targets of this value count as nothing.
+        ignore_index: tokens with this target do not count.
 
     Returns:
         The loss, the same on all ranks: (), or the shape of ``targets``.
@@ -67,9 +67,14 @@ def cross_entropy(
     Raises:
         TypeError: ``layer`` is no layer that ``shard`` has made.
         ValueError: the logits are not those of the layer, or another reduction.
+        RuntimeError: a target is no class.
+        PeerLost: a rank did not come.
 
     Example:
-        >>> loss = instep.tensor.cross_entropy(model(tokens), targets, model.head.out)
+        >>> head = torch.nn.Sequential(torch.nn.Linear(8, 100))
+        >>> plan = {"0": instep.tensor.Column(is_vocabulary=True)}
+        >>> head = instep.tensor.shard(head, instep.init(), plan, chunks=2)
+        >>> loss = instep.tensor.cross_entropy(head(x), torch.arange(len(x)), head[0])
     """
     if not isinstance(layer, ColumnLinear):
         raise TypeError(
@@ -86,6 +91,7 @@ def cross_entropy(
         raise ValueError(f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
     flat, known = logits.float().flatten(0, -2), targets.flatten()
     counted = known != ignore_index
+    require_in_vocabulary(torch.where(counted, known, 0), layer.out_features)
     losses = cast(Tensor, _SplitSoftmax.apply(flat, known, layer))
     losses = torch.where(counted, losses, 0.0)
     if reduction == "none":

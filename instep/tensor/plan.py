@@ -1,4 +1,4 @@
-"""Which layers are cut, and how: a plan from names to styles, as torch's ``parallelize_module`` has it.
+"""A plan says which layers are cut and how: names to styles, as for torch's ``parallelize_module``.
 
 shard(model, mesh, {
     "embedding.tokens": Vocabulary(),
@@ -25,6 +25,7 @@ from instep.hook import Hook
 from instep.mesh.mesh import Mesh, UnrankedMesh
 from instep.state.boxes import Cut, divide
 from instep.step.agreement import agree_on_structure, broadcast_values
+from instep.step.optimizer_guard import require_unowned
 from instep.tensor.exchange import ALIGN_ELEMENTS, TensorRanks
 from instep.tensor.layers import (
     ColumnLinear,
@@ -42,13 +43,16 @@ MAX_CHUNKS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A linear layer cut by output features: each rank computes its own, for which it needs all of the input.
+    """A linear layer cut by output features: each rank computes some of them from the whole input.
 
     Attributes:
-        parts: how many layers of equal size are fused in this one (3: query, key, value, in this order).
-        heads: the number of attention heads whose features these are, which stay whole; 0: there are none.
+        parts: number of layers of equal size that are fused in this one (3: query, key, value).
+        heads: number of attention heads, which stay whole; 0: none.
         gathers_output: all ranks get all features, as of logits for an ordinary loss.
         is_vocabulary: the features are logits: the last chunk may have fewer, as of ``Vocabulary``.
+
+    Example:
+        >>> plan = {"attention.qkv": instep.tensor.Column(parts=3, heads=8)}
     """
 
     parts: int = 1
@@ -59,17 +63,29 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer cut by input features, which a ``Column`` made: the ranks' products are added."""
+    """A linear layer cut by input features, which a ``Column`` made: the ranks' products are added.
+
+    Example:
+        >>> plan = {"attention.qkv": instep.tensor.Column(parts=3), "attention.out": instep.tensor.Row()}
+    """
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding cut by rows. The last rank has fewer where the vocabulary is no multiple."""
+    """An embedding cut by rows. The last rank has fewer where the vocabulary is no multiple.
+
+    Example:
+        >>> plan = {"embedding.tokens": instep.tensor.Vocabulary()}
+    """
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A norm over features, or dropout: on this rank's slice of the sequence with ``sequence=True``."""
+    """A norm over features, or dropout: on this rank's slice of the sequence with ``sequence=True``.
+
+    Example:
+        >>> plan = {"blocks.*.norm": instep.tensor.Sequence(), "blocks.*.dropout": instep.tensor.Sequence()}
+    """
 
 
 Style: TypeAlias = Column | Row | Vocabulary | Sequence | str
@@ -91,10 +107,10 @@ def shard(
     take rank 0's values first. A parameter that is cut has this rank's part; ``instep.save``,
     ``instep.full_state_dict`` and a run's checkpoints have the whole.
 
-    With ``chunks`` the training of a model has the same bits for every ``tp`` that divides them, 1 included,
-    with and without ``sequence``: products are made and added in so many chunks (``products.py``). That holds
-    for the layers in the plan; functions between a ``Column`` and a ``Row`` have to treat features, or heads,
-    each by itself, and there is no dropout between them.
+    With ``chunks`` a training has the same bits for every ``tp`` that divides them, 1 included, with and
+    without ``sequence`` (``products.py``). Between a ``Column`` and a ``Row`` a model may have functions of
+    each feature, or head, by itself: no dropout, and no parameters that the plan does not cut. Neither is
+    checked; ``model.verify`` finds the parameters.
 
     Args:
         module: with values, the same layers on all ranks.
@@ -109,12 +125,13 @@ def shard(
 
     Raises:
         ValueError: a name matches nothing; a layer cannot be cut like that; sizes do not fit. On all ranks.
-        TypeError: a style is none.
+        TypeError: an entry is no style.
+        PeerLost: a rank did not come.
 
     Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+        >>> mesh = instep.init()
         >>> plan = {"0": instep.tensor.Column(), "2": instep.tensor.Row()}
-        >>> model = instep.DataParallel(instep.tensor.shard(net, instep.init(), plan), instep.get_mesh())
+        >>> model = instep.DataParallel(instep.tensor.shard(model, mesh, plan, chunks=2), mesh)
     """
     size = mesh.along["tp"].size
     if chunks is None and isinstance(mesh, UnrankedMesh):
@@ -126,8 +143,14 @@ def shard(
             f"chunks={chunks} for tp({size}): expected a power of two that tp divides"
             + (f", such as {fits[-1]}" if fits else "; tp has to be a power of two itself")
         )
+    require_unowned([*module.parameters()])
     agree_on_structure(module, {"plan": dict(plan), "chunks": chunks, "sequence": sequence}, mesh.world.group)
     styles = dict(_matched(module, plan))
+    if sequence and not {scatter, gather} <= {style for style in styles.values() if isinstance(style, str)}:
+        raise ValueError(
+            "sequence=True with a plan without scatter and gather: each rank would take all of its sequence "
+            "for a slice. Give scatter to the module before the slices, and gather to the one after them"
+        )
     cuts: dict[str, Cut] = {}
     owners = dict(module.named_parameters(remove_duplicate=False))
     first_names = {id(p): name for name, p in reversed(list(owners.items()))}
@@ -186,7 +209,7 @@ def _cuts(name: str, layer: nn.Module, style: Style, chunks: int) -> dict[str, C
 def _unit(name: str, features: int, count: int, *, whole: bool = True) -> int:
     """Features, or rows, of each of ``count`` units; unless ``whole`` the last may have fewer.
 
-    Kernels round the ends of rows in another way than what fills vectors, so no unit begins in a vector.
+    Kernels round the ends of rows differently from full vectors, so each unit begins with a full vector.
     """
     unit = -(-features // (count * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
     if unit * (count - 1) >= features or (whole and unit * count != features):
@@ -217,7 +240,7 @@ def _apply(
     made: TensorLayer
     if isinstance(style, str):
         if is_sequence and style == scatter:
-            layer.register_forward_hook(Hook(partial(_scatter, ranks)))
+            layer.register_forward_hook(Hook(partial(_scatter, ranks, chunks)))
         elif is_sequence:
             layer.register_forward_pre_hook(Hook(partial(_gather, ranks)))
         return
@@ -245,10 +268,16 @@ def _apply(
         made = SequenceNorm(layer, ranks, chunks, is_sequence=is_sequence)
     parent, _, key = name.rpartition(".")
     made.train(layer.training)
+    made.options = layer.extra_repr()
     module.get_submodule(parent)._modules[key] = made
 
 
-def _scatter(ranks: TensorRanks, _: nn.Module, __: Any, y: Tensor) -> Any:
+def _scatter(ranks: TensorRanks, chunks: int, _: nn.Module, __: Any, y: Tensor) -> Any:
+    if y.dim() < 3 or y.shape[1] % chunks:
+        raise ValueError(
+            f"expected (B, T, D) with T a multiple of chunks({chunks}), got {tuple(y.shape)}: ranks have "
+            "slices of the sequence; pad the sequence, or shard without sequence=True"
+        )
     return ToSlices.apply(y, ranks)
 
 

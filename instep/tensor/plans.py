@@ -1,4 +1,4 @@
-"""Plans for models that many train: the GPT of ``instep train``, and Llama as Hugging Face writes it."""
+"""Plans for common models: the GPT of ``instep train``, and the Llama of Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from instep.tensor.plan import Column, Row, Sequence, Style, Vocabulary, gather,
 
 
 def gpt_plan(model: Any, *, gathers_logits: bool = False) -> dict[str, Style]:
-    """For ``instep.models.transformer.GPT``; by default its logits stay cut, for ``cross_entropy``.
+    """The plan for the GPT of ``instep train``.
+
+    Args:
+        model: an ``instep.models.transformer.GPT``.
+        gathers_logits: all ranks get all logits, for an ordinary loss. By default they stay cut, for
+            ``instep.tensor.cross_entropy``.
+
+    Returns:
+        Styles by the names of modules, for ``instep.tensor.shard``.
 
     Example:
+        >>> from instep.models.transformer import GPT, GPTConfig
+        >>> net = GPT(GPTConfig(context=64, layers=2, width=64, heads=4))
         >>> plan = instep.tensor.gpt_plan(net)
     """
     return {
@@ -32,10 +42,20 @@ def gpt_plan(model: Any, *, gathers_logits: bool = False) -> dict[str, Style]:
 
 
 def llama_plan(model: nn.Module) -> dict[str, Style]:
-    """For ``transformers.LlamaForCausalLM`` and models built like it (Mistral, Qwen2, SmolLM); without
-    ``sequence=True``.
+    """The plan for ``transformers.LlamaForCausalLM`` and models built like it (Mistral, Qwen2, SmolLM).
 
-    Grouped queries: a rank has whole heads of queries, and the heads of keys and values that they read.
+    Grouped queries: a rank has whole heads of queries, and the heads of keys and values that they read. The
+    plan has no slices of the sequence, for ``sequence=True``.
+
+    Args:
+        model: with values, and a ``config`` as transformers has it.
+
+    Returns:
+        Styles by the names of modules, for ``instep.tensor.shard``.
+
+    Example:
+        >>> model = transformers.LlamaForCausalLM.from_pretrained("...")  # doctest: +SKIP
+        >>> plan = instep.tensor.llama_plan(model)  # doctest: +SKIP
     """
     config: Any = model.config
     of_queries, of_keys = config.num_attention_heads, config.num_key_value_heads

@@ -2,8 +2,8 @@
 
 If two ranks share a product, each calls a kernel with other shapes than one rank would. Where the inner dim
 is cut, the sum is rounded in two places instead of one; where columns are cut, a kernel may choose other
-blocks for fewer columns. So a product is made of a fixed number of chunks, of *units*: each unit is one call,
-on contiguous operands whose shapes do not depend on the number of ranks.
+blocks for fewer columns. So a product has a fixed number of chunks, its *units*: each unit is one call, on
+contiguous operands whose shapes do not depend on the number of ranks.
 
     column   y[:, u] = x w[u]'               of a rank: the columns of its units
     row      y = ((0 + 1) + (2 + 3)) + ...   of units: x[:, u] w[:, u]', added down the balanced tree
@@ -24,12 +24,12 @@ from torch import Tensor
 
 
 def columns_of(x: Tensor, unit: int, parts: int = 1) -> Iterator[Tensor]:
-    """Of ``x`` (M, P N) the columns of each unit, of all parts side by side: (M, P n) contiguous."""
+    """The columns of ``x`` (M, P N) of each unit, all parts side by side: (M, P n) contiguous."""
     yield from (each.flatten(1).contiguous() for each in x.unflatten(1, (parts, -1)).split(unit, 2))
 
 
 def rows_of(w: Tensor, unit: int, parts: int = 1) -> Iterator[Tensor]:
-    """Of ``w`` (P N, K) the rows of each unit, of all parts one after the other: (P n, K) contiguous."""
+    """The rows of ``w`` (P N, K) of each unit, one part after the other: (P n, K) contiguous."""
     yield from (each.flatten(0, 1) for each in w.unflatten(0, (parts, -1)).split(unit, 1))
 
 

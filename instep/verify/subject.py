@@ -7,6 +7,7 @@ shards      rank 0  | d d . . |    rank 1  | . . d d |     one copy, on both ran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Subject:
     ``copy``       number of the copy of the gradient that this rank has, or has ``pieces`` of; rank 0 has 0
     ``values``     all parameters, frozen ones too
     ``memory``     what else a step writes to
+    ``alone``      computes inside as one process, with the trainable parameters that it yields
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class Subject:
     pieces: Sequence[GradientPiece]
     values: Sequence[Value]
     memory: Sequence[Tensor] = ()
+    alone: Callable[[], AbstractContextManager[Sequence[Tensor]]] | None = None
 
 
 Loss = Callable[[nn.Module, Any], Tensor]

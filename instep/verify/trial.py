@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -99,7 +99,7 @@ class Trial:
     def _distributed(self, packed: Packed) -> None:
         """Forward and backward of one synchronised step."""
         self.backward.sync = True
-        forward = partial(self._forward, self.subject.model, packed, self.group.global_rank)
+        forward = partial(self._forward, self.subject.model, packed, self.group.rank)
         loss = self._agreed("forward", forward)
         self._agreed("backward", lambda: self._backward(loss))
 
@@ -130,18 +130,20 @@ class Trial:
             data = mine if place == self.group.rank else mine.new_empty(int(size))
             if data.numel():
                 self.group.broadcast(data, what, root=place)
-            yield f"rank {rank}'s batch", partial(self._alone, (text, data), rank)
+            yield f"rank {rank}'s batch", partial(self._alone, (text, data), place)
 
-    def _alone(self, packed: Packed, rank: int) -> tuple[int, list[Tensor | None]]:
-        """The gradients of ``rank``'s batch, computed by this process."""
-        self._forward(self.backward.module, packed, rank).backward()
-        return 1, [p.grad for p in self.reducer.parameters]
+    def _alone(self, packed: Packed, place: int) -> tuple[int, list[Tensor | None]]:
+        """The gradients of the batch of the group's rank ``place``, computed by this process."""
+        alone = self.subject.alone
+        with nullcontext(self.reducer.parameters) if alone is None else alone() as parameters:
+            self._forward(self.backward.module, packed, place).backward()
+            return 1, [p.grad for p in parameters]
 
-    def _forward(self, model: nn.Module, packed: Packed, rank: int) -> Tensor:
-        """The loss of ``rank``'s batch, from the buffers and with the random numbers that this rank has."""
+    def _forward(self, model: nn.Module, packed: Packed, place: int) -> Tensor:
+        """The loss of that batch, from the buffers and with the random numbers that its rank has."""
         self.state.begin()
         for generator in self.generators:
-            seed_generator(generator, derive(self.subject.seed, "verify", rank))
+            seed_generator(generator, derive(self.subject.seed, "verify", place))
         try:
             return loss_of(model, unpack(*packed, self.device), self.loss)
         except BaseException:

@@ -58,7 +58,7 @@ class TextTraining:
             registered,
             heartbeat,
             contract_of=lambda: {**numerical(config), "data.sha256": text.train.sha256},
-            held_out_loss=lambda: held_out_loss(module, text.held_out, config, training.mesh),
+            held_out_loss=lambda: held_out_loss(module, module, text.held_out, config, training.mesh),
         )
         self.injector = FaultInjector(parse_all(config.fault), heartbeat.page, training.entries)
         heartbeat.on_enter = self.injector.on_enter
