@@ -50,6 +50,7 @@ DECLARED = [
     *SAVED,
     ("README", "Survive", ""),
     ("pipeline", "Pipeline", ""),
+    ("experts", "Experts", ""),
     ("run", "A loop of your own", ""),
     ("run", "Arguments of a run", ""),
     ("use", "The declared loop", BEGUN),
@@ -277,4 +278,5 @@ def test_what_a_page_shows_of_a_collective_is_printed(page):
 def test_the_page_of_the_api_has_every_public_name():
     made = re.findall("<!-- made at build: api (.*) -->", PAGES["api"].read_text())
     public = {*instep.__all__, *(f"errors.{name}" for name in instep.errors.__all__)}
-    assert public - {"__version__", "errors"} <= {name for line in made for name in line.split()}
+    public |= {f"expert.{name}" for name in instep.expert.__all__}
+    assert public - {"__version__", "errors", "expert"} <= {name for line in made for name in line.split()}

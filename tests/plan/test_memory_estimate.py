@@ -26,6 +26,8 @@ SHAPES = {
     "bf16 and dropout": (replace(SMALL, dropout=0.1), "bf16"),
     "computed again": (replace(SMALL, dropout=0.1, checkpoint=True), "off"),
     "computed again in bf16": (replace(SMALL, checkpoint=True), "bf16"),
+    "experts": (replace(SMALL, experts=4, context=512), "off"),
+    "experts, dropout, bf16": (replace(SMALL, experts=4, context=512, dropout=0.1), "bf16"),
 }
 
 
@@ -34,11 +36,11 @@ SHAPES = {
 def test_activations_are_as_many_as_the_formula_says(
     model: GPTConfig, autocast: str, micro_size: int
 ) -> None:
-    module, windows = GPT(model), torch.arange(33).repeat(micro_size, 1)
+    module, windows = GPT(model), (torch.arange(model.context + 1) % 256).repeat(micro_size, 1)
     config = replace(tiny(), autocast=autocast)
     saved = saved_beside(module, [windows])
     with saved.watch():
-        loss = losses_of(module, windows, config, CPU).mean()
+        loss = losses_of(module, module, windows, config, CPU).mean()
     assert loss.requires_grad  # its graph is there, and all it keeps
     said = activation_bytes(model, micro_size, autocast=autocast == "bf16")
     assert said == pytest.approx(saved.nbytes, rel=0.04)
@@ -58,7 +60,7 @@ def test_state_takes_16_12_or_8_bytes_per_parameter(each: int) -> None:
     kind, options = optimizer_class(config)
     groups = parameter_groups(module, config.weight_decay)
     optimizer = kind(groups, **options)
-    losses_of(module, windows, tiny(), CPU).mean().backward()
+    losses_of(module, module, windows, tiny(), CPU).mean().backward()
     optimizer.step()
     said = formula(SMALL, num_moments, micro_size=1)
     assert said["bytes_per_parameter"] == each
