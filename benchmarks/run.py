@@ -103,6 +103,7 @@ EXPERIMENTS = (
     ),
     Experiment("link/formats", ("reduce", "replicate", "step", "net"), 15),
     Experiment("link/nodes", ("reduce", "rng"), 30),
+    Experiment("experts/run", ("expert", "models", "net", "shm"), 10),
     Experiment("tensor/run", ("tensor", "state", "net", "shm"), 8),
     Experiment("shard/speed", ("shard", *EXCHANGE), 5),
     Experiment("shard/muon", ("shard",), 3),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from instep import errors
 
 if TYPE_CHECKING:
-    from instep import nn, tensor
+    from instep import expert, nn, tensor
     from instep.checkpoint.shorthand import load, save
     from instep.data.loader import Loader
     from instep.mesh.join import init
@@ -41,6 +41,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "errors",
+    "expert",
     "full_state_dict",
     "fully_shard",
     "gather",
@@ -79,7 +80,7 @@ _HOMES = {
 }
 
 
-_FOLDERS = ("nn", "tensor")  # of public names of their own: ``instep.tensor.shard``
+_FOLDERS = ("expert", "nn", "tensor")  # of public names of their own: ``instep.tensor.shard``
 
 
 def __getattr__(name: str) -> object:

@@ -51,6 +51,7 @@ DECLARED = [
     *SAVED,
     ("README", "Survive", ""),
     ("pipeline", "Pipeline", ""),
+    ("experts", "Experts", ""),
     ("run", "A loop of your own", ""),
     ("run", "Arguments of a run", ""),
     ("use", "The declared loop", BEGUN),
@@ -281,4 +282,6 @@ def test_the_page_of_the_api_has_every_public_name():
     kinds = {name: getattr(instep.tensor, name) for name in instep.tensor.__all__}
     layers = {name for name, x in kinds.items() if isinstance(x, type) and issubclass(x, nn.Module)}
     public |= {f"tensor.{name}" for name, x in kinds.items() if callable(x)} - {f"tensor.{x}" for x in layers}
-    assert public - {"__version__", "errors", "tensor"} <= {name for line in made for name in line.split()}
+    public |= {f"expert.{name}" for name in instep.expert.__all__}
+    folders = {"tensor", "expert"}
+    assert public - {"__version__", "errors", *folders} <= {name for line in made for name in line.split()}

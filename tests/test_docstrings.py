@@ -18,6 +18,7 @@ import pytest
 
 import instep
 from instep.checkpoint.shorthand import Resumed
+from instep.expert import StepLoads
 from instep.mesh.mesh import Mesh
 from instep.run.loop import RunStep
 from instep.shard.fully import FullySharded
@@ -37,6 +38,7 @@ GIVEN = {
     "fully_shard": FullySharded,
     "verify": Report,
     "steps": RunStep,
+    "balanced": StepLoads,
 }
 # One does nothing, and warns so; the others are for ``micro_batches``.
 WITHOUT = {"DataParallel.join", "Loader.read", "Loader.advance"}

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
+    "EXPERT_BLOCK",
     "PRESETS",
     "GPTConfig",
     "Preset",
     "num_parameters",
     "preset",
 ]
+
+
+EXPERT_BLOCK = 64  # rows of one product of an expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,10 @@ class GPTConfig:
     """Whether the output layer uses the embedding's weights."""
     checkpoint: bool = False
     """Whether each block is computed again in backward instead of keeping its activations."""
+    experts: int = 0
+    """Number of experts in the place of each feed-forward part, each ``ff_width`` wide; 0: no experts."""
+    top_k: int = 2
+    """Experts per token."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "width", "heads", "ff_width"):
@@ -52,6 +60,10 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"expected 0 <= dropout < 1, got {self.dropout}: it is a share")
+        if self.experts < 0 or (self.experts and not 1 <= self.top_k <= self.experts):
+            raise ValueError(
+                f"expected experts 0 or 1 <= top_k <= experts, got experts {self.experts}, top_k {self.top_k}"
+            )
 
     @property
     def d_ff(self) -> int:
@@ -64,7 +76,10 @@ def num_parameters(config: GPTConfig) -> int:
     width, d_ff = config.width, config.d_ff
     norm = 2 * width
     attention = (width + 1) * 3 * width + (width + 1) * width  # query, key and value; out
-    feed_forward = (width + 1) * d_ff + (d_ff + 1) * width
+    if config.experts:  # router; up and down without biases
+        feed_forward = config.experts * (width + 2 * width * d_ff)
+    else:
+        feed_forward = (width + 1) * d_ff + (d_ff + 1) * width
     block = 2 * norm + attention + feed_forward
     embedding = (config.vocab_size + config.context) * width
     output = 0 if config.tied else config.vocab_size * width

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from instep.models.config import GPTConfig, num_parameters
+from instep.expert.moe import MoE
+from instep.models.config import EXPERT_BLOCK, GPTConfig, num_parameters
 
 __all__ = ["GPT", "Attention", "Block", "Embedding", "FeedForward", "GPTConfig", "Head", "num_parameters"]
 
@@ -87,6 +88,14 @@ class FeedForward(nn.Module):
         return self.dropout(self.down(F.gelu(self.up(x))))
 
 
+def feed_forward(config: GPTConfig) -> nn.Module:
+    """The feed-forward part of a block: one network for every token, or several to choose from."""
+    if not config.experts:
+        return FeedForward(config)
+    sizes = config.width, config.d_ff, config.experts, config.top_k
+    return MoE(*sizes, block=EXPERT_BLOCK, dropout=config.dropout)
+
+
 class Block(nn.Module):
     """(B, T, D) to (B, T, D): both branches read a normalised copy and add to the residual stream."""
 
@@ -97,7 +106,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.LayerNorm(config.width)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -167,7 +176,7 @@ class GPT(nn.Module):
             nn.init.zeros_(parameter)
         elif module.endswith("norm"):
             nn.init.ones_(parameter)
-        elif module.endswith(("attention.out", "feed_forward.down")):
+        elif name.removesuffix(".weight").endswith(("attention.out", "feed_forward.down")):
             fill_normal(parameter, INIT_STD / (2 * self.config.layers) ** 0.5, generator)
         else:
             fill_normal(parameter, INIT_STD, generator)

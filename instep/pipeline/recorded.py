@@ -12,7 +12,7 @@ of that, of which the rank *computed* from start to end.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,9 +133,11 @@ class PipelineStep:
 def steps_of(timeline: Timeline, step: int) -> list[PipelineStep]:
     """Each pipeline's part of ``step``, as far as ranks have ended it.
 
-    Ranks with the same micro-batches are one pipeline. Of a step made twice, the last counts.
+    Ranks with the same micro-batches are one pipeline; where several share each stage, along tp or ep, they
+    are as many pipelines. Of a step made twice, the last counts.
     """
-    pipelines: dict[tuple[int, ...], dict[int, list[RecordedAction]]] = {}
+    pipelines: dict[tuple[tuple[int, ...], int], dict[int, list[RecordedAction]]] = {}
+    sharing = Counter[tuple[tuple[int, ...], frozenset[int]]]()  # by micro-batches and stages
     for rank in timeline.ranks:
         window = timeline.window(rank, step)
         if window is None:
@@ -144,5 +146,7 @@ def steps_of(timeline: Timeline, step: int) -> list[PipelineStep]:
         row = recorded_actions(x for x in timeline.of(rank, step) if begin_ns <= x.start_ns < end_ns)
         if row:
             leaves = tuple(sorted({one.action.micro_batch for one in row}))
-            pipelines.setdefault(leaves, {})[rank] = row
+            stages = leaves, frozenset(one.action.stage for one in row)
+            pipelines.setdefault((leaves, sharing[stages]), {})[rank] = row
+            sharing[stages] += 1
     return [PipelineStep(rows) for rows in pipelines.values()]

@@ -25,6 +25,9 @@ Where layers are cut over ``tp`` ranks, a rank has a share of the products' weig
 what a row product is made of. Norms and what a column product is made of, 4 h, stay whole, unless ranks have
 slices of the sequence (section 4.2.2 there).
 
+Experts keep 2 h + 2 f per row: row, up, GELU, down. With equal loads there are K rows per token and half a
+block of padding per expert; one of ``ep`` ranks has its share of them. The router keeps its input, h.
+
 A block that is computed again (``checkpoint``) keeps its input alone, h floats, in float32; in backward one
 block at a time has all of its own besides.
 """
@@ -33,7 +36,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from instep.models.config import GPTConfig, num_parameters
+from instep.models.config import EXPERT_BLOCK, GPTConfig, num_parameters
 
 FLOAT_BYTES = 4
 
@@ -48,11 +51,12 @@ def formula(
     ranks: int = 1,
     tp: int = 1,
     sequence: bool = False,
+    ep: int = 1,
 ) -> dict[str, int | float]:
     """Bytes of one of ``ranks`` ranks with sharding of ``stage``, whose optimizer keeps ``moments`` floats
     per parameter; ``bytes_per_parameter`` is of what stays, without ``gathered``. Layers are cut over ``tp``
-    ranks, with sequence parallelism if ``sequence``."""
-    size = FLOAT_BYTES * parameters_of_rank(model, tp)
+    ranks, with sequence parallelism if ``sequence``, and experts over ``ep``."""
+    size = FLOAT_BYTES * parameters_of_rank(model, tp, ep)
     kept = {
         "parameters": (3, size),
         "gradients": (2, size),
@@ -64,15 +68,19 @@ def formula(
         "bytes_per_parameter": int(each) if each.is_integer() else each,
         **states,
         "gathered": _gathered_bytes(model) if stage >= 3 and ranks > 1 else 0,
-        "activations": activation_bytes(model, micro_size, autocast=autocast, tp=tp, sequence=sequence),
+        "activations": activation_bytes(
+            model, micro_size, autocast=autocast, tp=tp, sequence=sequence, ep=ep
+        ),
     }
 
 
-def parameters_of_rank(model: GPTConfig, tp: int) -> int:
-    """Number of weights of one of ``tp`` ranks that share all layers; what is not cut is on each."""
+def parameters_of_rank(model: GPTConfig, tp: int, ep: int = 1) -> int:
+    """Number of weights of one of ``tp * ep`` ranks that share all layers; what is not cut is on each."""
     h, f, tables = model.width, model.d_ff, 1 if model.tied else 2
-    cut = tables * model.vocab_size * h + model.layers * (4 * h * h + 2 * h * f + 3 * h + f)
-    return num_parameters(model) - cut + -(-cut // tp)
+    dense = 0 if model.experts else 2 * h * f + f
+    cut = tables * model.vocab_size * h + model.layers * (4 * h * h + 3 * h + dense)
+    experts = model.layers * model.experts * 2 * h * f
+    return num_parameters(model) - cut - experts + -(-cut // tp) + experts // ep
 
 
 def _gathered_bytes(model: GPTConfig) -> int:
@@ -83,7 +91,13 @@ def _gathered_bytes(model: GPTConfig) -> int:
 
 
 def activation_bytes(
-    model: GPTConfig, micro_size: int, *, autocast: bool = False, tp: int = 1, sequence: bool = False
+    model: GPTConfig,
+    micro_size: int,
+    *,
+    autocast: bool = False,
+    tp: int = 1,
+    sequence: bool = False,
+    ep: int = 1,
 ) -> int:
     """What a micro-batch keeps for backward when forward has ended.
 
@@ -94,19 +108,33 @@ def activation_bytes(
     item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
     ends = (h + h * drops + vocabulary // tp) * FLOAT_BYTES + h * item
     converted = vocabulary * h * item if autocast else 0
-    blocks = layers * block_bytes(model, micro_size, autocast=autocast, tp=tp, sequence=sequence)
+    blocks = layers * block_bytes(model, micro_size, autocast=autocast, tp=tp, sequence=sequence, ep=ep)
     if model.checkpoint:
         blocks = micro_size * model.context * layers * h * FLOAT_BYTES
     return micro_size * model.context * ends + converted + blocks
 
 
 def block_bytes(
-    model: GPTConfig, micro_size: int, *, autocast: bool = False, tp: int = 1, sequence: bool = False
+    model: GPTConfig,
+    micro_size: int,
+    *,
+    autocast: bool = False,
+    tp: int = 1,
+    sequence: bool = False,
+    ep: int = 1,
 ) -> int:
     """What one block keeps of a micro-batch; with ``checkpoint``, while backward is in it."""
-    h, f = model.width, model.d_ff
-    item, drops = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0)
-    alike = 2 * h * FLOAT_BYTES + (2 * h + 2 * h * drops) * item  # on all ranks
-    block = alike // (tp if sequence else 1) + (4 * h + 2 * f) * item // tp
-    converted = (4 * h * h + 2 * h * f) * item // tp if autocast else 0
-    return micro_size * model.context * block + converted
+    h, f, tokens = model.width, model.d_ff, micro_size * model.context
+    item, drops, slices = (2 if autocast else FLOAT_BYTES), int(model.dropout > 0), tp if sequence else 1
+    alike = (
+        h * FLOAT_BYTES + (h + h * drops) * item
+    )  # of attention, and of a feed-forward network; on all ranks
+    attention = alike // slices + 4 * h * item // tp
+    converted = 4 * h * h * item // tp if autocast else 0
+    if not model.experts:
+        converted += 2 * h * f * item // tp if autocast else 0
+        return tokens * (attention + alike // slices + 2 * f * item // tp) + converted
+    router = 2 * h * FLOAT_BYTES + h * drops * item
+    rows = (tokens * model.top_k + model.experts * EXPERT_BLOCK // 2) // ep
+    converted += 2 * h * f * model.experts // ep * item if autocast else 0
+    return tokens * (attention + router) + rows * (2 * h + 2 * f) * item + converted

@@ -40,7 +40,7 @@ def make_model(config: Config, device: torch.device) -> GPT:
 
     Layers that are cut get their boxes from whole weights.
     """
-    without_values = config.parallel.shard_stage == 3 or (config.parallel.pp > 1 and not config.tp_chunks)
+    without_values = config.parallel.shard_stage == 3 or (config.parallel.pp > 1 and not config.cuts_layers)
     with torch.device("meta" if without_values else device):
         net = GPT(GPTConfig(**asdict(config.model)))
     if not without_values:
@@ -73,10 +73,12 @@ def distribute(net: GPT, config: Config, mesh: Any) -> tuple[Any, torch.optim.Op
     if config.tp_chunks:
         plan = instep.tensor.gpt_plan(net)
         instep.tensor.shard(net, mesh, plan, config.tp_chunks, sequence=layout.sequence)
+    if config.divides_experts:
+        instep.expert.shard(net, mesh)
     if layout.pp > 1:
         options |= {"strategy": layout.strategy, "bucket_cap_mb": layout.bucket_mb}
         model = pipeline(net, config, mesh, **options)
-        if not config.tp_chunks:
+        if not config.cuts_layers:
             model.materialise(seed=config.seed)  # each rank its layers, at the latest in run.steps
     elif layout.shard_stage >= 2:
         options["device"] = mesh.device
@@ -129,9 +131,10 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
 
     def one(micro_batch: Any) -> Tensor:
         loss = losses_of(net, net, micro_batch.data, config, mesh.device).mean()
-        loss.backward()
+        (loss + config.optim.aux_loss * instep.expert.aux_loss(net) if has_aux_loss else loss).backward()
         return loss.detach()
 
+    has_aux_loss = config.model.experts and config.optim.aux_loss
     if isinstance(model, instep.Pipeline):  # calls these on the ranks of the last and of the first layers
         with autocast(config, mesh.device):
             return model.step(
@@ -190,14 +193,15 @@ def main(config: Config) -> None:
     )
     for step in run.steps(config.steps):  # goes on where the newest state is
         with step:  # if a rank dies in here, all ranks retry the step
-            losses = declared_step(model, net, data, config, run.mesh)
+            with instep.expert.balanced(net, run.mesh, rate=config.optim.balance_rate) as loads:
+                losses = declared_step(model, net, data, config, run.mesh)
             if config.optim.clip:
                 instep.clip_grad_norm_(net.parameters(), config.optim.clip)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config.optim, step, config.steps)
             optimizer.step()
             optimizer.zero_grad()
-            step.log(loss=instep.mean(losses, process_group=run.mesh))
+            step.log(loss=instep.mean(losses, process_group=run.mesh), **loads.figures())
 
 
 if __name__ == "__main__":

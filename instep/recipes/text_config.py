@@ -28,7 +28,11 @@ STAGES = toml.Range("0, 1, 2 or 3", lambda number: number in range(4))
 NUMERICAL_TOPICS = ("model", "batch", "optim")
 NOT_NUMERICAL = ("model.checkpoint",)  # of these topics: it says when activations are computed, not what
 TP_CHUNKS = 8
+EXPERT_WIDTH = (
+    32  # a multiple makes the weights of an expert, 4 * width**2, whole blocks of ``BLOCK_ELEMENTS``
+)
 ABOUT_NODES = ("parallel.nodes", "parallel.rounding")
+ABOUT_EXPERTS = ("model.experts", "model.top_k", "optim.aux_loss", "optim.balance_rate")
 NUMERICAL_NAMES = (
     "seed",
     "steps",
@@ -59,6 +63,10 @@ class ModelConfig:
     checkpoint: bool = False
     """Recompute each block in backward instead of keeping its activations: less memory, more time, the same
     bits."""
+    experts: Count = 0
+    """Experts in the place of each feed-forward layer, each as wide; 0: none."""
+    top_k: Positive = 2
+    """Experts per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,10 @@ class OptimConfig:
     """Decay rates of the two moments of adamw."""
     momentum: Annotated[float, BELOW_1] = 0.9
     """Momentum of sgd."""
+    aux_loss: Annotated[float, FROM_0] = 0.01
+    """With experts: coefficient of the auxiliary loss that balances their loads."""
+    balance_rate: Annotated[float, FROM_0] = 0.0
+    """With experts: change per step of the biases of loss-free balancing; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +191,16 @@ class Config(RunConfig):
         return self.batch.global_size // self.batch.micro_size
 
     @property
+    def divides_experts(self) -> bool:
+        """Whether experts are cut over ep, perhaps one rank; in stages 2 and 3 blocks are divided instead."""
+        return self.model.experts > 0 and self.parallel.shard_stage <= 1
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether layers are cut, over ranks or one."""
+        return self.divides_experts or self.tp_chunks > 0
+
+    @property
     def tp_chunks(self) -> int:
         """Chunks of cut products; 0: layers are whole."""
         return self.parallel.tp_chunks or (TP_CHUNKS if self.parallel.tp > 1 else 0)
@@ -204,6 +226,8 @@ def numerical(config: Config) -> dict[str, Scalar]:
     for name, value in scalars(config).items():
         if name in ABOUT_NODES and config.parallel.nodes == "float32":
             continue  # a run that was begun before there were others goes on
+        if name in ABOUT_EXPERTS and not config.model.experts:
+            continue
         in_topic = name.partition(".")[0] in NUMERICAL_TOPICS and name not in NOT_NUMERICAL
         if in_topic or name.rstrip(".0123456789") in (*NUMERICAL_NAMES, *ABOUT_NODES):
             found[name] = value
@@ -222,6 +246,7 @@ def _check(config: Config) -> None:
     _check_sharding(config)
     _check_pipeline(config)
     _check_layers(config)
+    _check_experts(config)
     if config.ranks:
         check_ranks(config, config.ranks)
         check_rows(config.ranks, config.parallel.shard)
@@ -273,6 +298,35 @@ def _check_layers(config: Config) -> None:
         raise ValueError(
             f"{named} with parallel.nodes {parallel.nodes}, parallel.rounding {parallel.rounding}: gradients "
             "would depend on tp; set parallel.nodes bfloat16 with nearest rounding, or parallel.tp 1"
+        )
+
+
+def _check_experts(config: Config) -> None:
+    """Raise ``ValueError`` for settings that experts do not go with."""
+    model, parallel = config.model, config.parallel
+    if (model.experts or 1) % parallel.ep:
+        raise ValueError(
+            f"parallel.ep {parallel.ep} with model.experts {model.experts}: expected experts to be a multiple"
+        )
+    if not model.experts:
+        return
+    named = f"model.experts {model.experts}"
+    if parallel.pp > 1 and config.optim.aux_loss:
+        raise ValueError(
+            f"{named} with parallel.pp {parallel.pp} and optim.aux_loss {config.optim.aux_loss}: experts are "
+            "on other ranks than the loss; set optim.aux_loss 0 and optim.balance_rate 0.001"
+        )
+    if parallel.ep > 1 and not config.divides_experts:
+        raise ValueError(
+            f"parallel.ep {parallel.ep} with parallel.shard_stage {parallel.shard_stage}: experts are cut "
+            "already; set parallel.shard_stage 1, or parallel.ep 1"
+        )
+    if parallel.ep > 1 and parallel.nodes != "float32":
+        raise ValueError(f"parallel.ep {parallel.ep} with parallel.nodes {parallel.nodes}: leave nodes out")
+    if not config.divides_experts and model.width % EXPERT_WIDTH:  # norms are added in blocks of 4096
+        raise ValueError(
+            f"{named} with model.width {model.width} and parallel.shard_stage {parallel.shard_stage}: the "
+            f"norm of gradients would have other bits than in other layouts; set a multiple of {EXPERT_WIDTH}"
         )
 
 

@@ -279,8 +279,8 @@ class DeclaredStep:
                 raise ValueError(
                     f"{name!r} is a SyncBatchNorm, which mixes the micro-batches of several ranks: a "
                     "declared step would depend on the placement. Use instep.nn.BatchNorm in a global_step, "
-                    "torch's BatchNorm, which normalises each micro-batch by itself, GroupNorm, LayerNorm, or "
-                    "plain backward outside of micro_batches()"
+                    "torch's BatchNorm, which normalises each micro-batch by itself, GroupNorm, or plain "
+                    "backward outside of micro_batches()"
                 )
             if isinstance(module, OverGlobalBatch) and module.training and module.settling is None:
                 raise ValueError(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from instep.hook import Hook
 from instep.mesh.mesh import Mesh, UnrankedMesh
 from instep.state.boxes import Cut, divide
+from instep.state.homes import homes
 from instep.step.agreement import agree_on_structure, broadcast_values
 from instep.step.optimizer_guard import require_unowned
 from instep.tensor.exchange import ALIGN_ELEMENTS, TensorRanks
@@ -162,7 +163,8 @@ def shard(
                     f"parameter {first!r} is tied, and the plan cuts it as {cuts[first]} and as {cut}: untie "
                     "it, or leave one of its layers out of the plan"
                 )
-    broadcast_values(module, mesh.world.group)
+    if not homes(module.parameters()):  # else the first division has done it
+        broadcast_values(module, mesh.world.group)
     ranks = TensorRanks(divide(module, mesh, cuts))
     edges = [name for name, style in styles.items() if style in (scatter, gather)]
     for name, style in styles.items():

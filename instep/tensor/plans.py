@@ -25,6 +25,13 @@ def gpt_plan(model: Any, *, gathers_logits: bool = False) -> dict[str, Style]:
         >>> net = GPT(GPTConfig(context=64, layers=2, width=64, heads=4))
         >>> plan = instep.tensor.gpt_plan(net)
     """
+    dense: dict[str, Style] = {
+        "blocks.*.feed_forward_norm": Sequence(),
+        "blocks.*.feed_forward.up": Column(),
+        "blocks.*.feed_forward.down": Row(),
+        "blocks.*.feed_forward.dropout": Sequence(),
+    }
+    experts: dict[str, Style] = {"blocks.*.feed_forward_norm": gather, "blocks.*.feed_forward": scatter}
     return {
         "embedding.tokens": Vocabulary(),
         "embedding": scatter,
@@ -32,10 +39,7 @@ def gpt_plan(model: Any, *, gathers_logits: bool = False) -> dict[str, Style]:
         "blocks.*.attention.qkv": Column(parts=3, heads=model.config.heads),
         "blocks.*.attention.out": Row(),
         "blocks.*.attention.dropout": Sequence(),
-        "blocks.*.feed_forward_norm": Sequence(),
-        "blocks.*.feed_forward.up": Column(),
-        "blocks.*.feed_forward.down": Row(),
-        "blocks.*.feed_forward.dropout": Sequence(),
+        **(experts if model.config.experts else dense),
         "head": gather,
         "head.out": Column(gathers_output=gathers_logits, is_vocabulary=True),
     }

@@ -26,6 +26,8 @@ SHAPES = {
     "bf16 and dropout": (replace(SMALL, dropout=0.1), "bf16"),
     "computed again": (replace(SMALL, dropout=0.1, checkpoint=True), "off"),
     "computed again in bf16": (replace(SMALL, checkpoint=True), "bf16"),
+    "experts": (replace(SMALL, experts=4, context=512), "off"),
+    "experts, dropout, bf16": (replace(SMALL, experts=4, context=512, dropout=0.1), "bf16"),
 }
 
 
@@ -34,7 +36,7 @@ SHAPES = {
 def test_activations_are_as_many_as_the_formula_says(
     model: GPTConfig, autocast: str, micro_size: int
 ) -> None:
-    module, windows = GPT(model), torch.arange(33).repeat(micro_size, 1)
+    module, windows = GPT(model), (torch.arange(model.context + 1) % 256).repeat(micro_size, 1)
     config = replace(tiny(), autocast=autocast)
     saved = saved_beside(module, [windows])
     with saved.watch():

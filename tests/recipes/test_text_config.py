@@ -77,6 +77,25 @@ def changed(**topics: object) -> Config:
             "1 rank for shard groups of parallel.shard 2: use 2 ranks, another",
         ),
         ({"parallel": {"chunks": 2}}, "parallel.chunks 2 with parallel.pp 1, where no rank has a stage of"),
+        ({"parallel": {"ep": 2}}, "parallel.ep 2 with model.experts 0: expected experts to be a multiple"),
+        ({"model": {"experts": 4}, "parallel": {"ep": 3}}, "parallel.ep 3 with model.experts 4: expected"),
+        ({"model": {"experts": 4, "top_k": 5}}, "model: expected experts 0 or 1 <= top_k <= experts, got"),
+        (
+            {"model": {"experts": 4}, "parallel": {"pp": 2}},
+            "experts 4 with parallel.pp 2 and optim.aux_loss 0.01: .* set optim.aux_loss 0 and optim.balance",
+        ),
+        (
+            {"model": {"experts": 4}, "parallel": {"ep": 2, "shard_stage": 3}},
+            "parallel.ep 2 with parallel.shard_stage 3: .* set parallel.shard_stage 1, or parallel.ep 1",
+        ),
+        (
+            {"model": {"experts": 4}, "parallel": {"ep": 2, "nodes": "int8"}},
+            "parallel.ep 2 with parallel.nodes int8: leave nodes out",
+        ),
+        (
+            {"model": {"experts": 4, "width": 40}, "parallel": {"shard_stage": 2}},
+            "model.width 40 and parallel.shard_stage 2: .* set a multiple of 32",
+        ),
         ({"parallel": {"cuts": "3"}}, "parallel.cuts 3 with parallel.pp 1, .* set parallel.pp 2 or more"),
     ],
 )
@@ -142,6 +161,13 @@ def test_numerical_has_everything_else():
         assert name in base
     unordered = numerical(replace(text_config.default(), parallel=ParallelConfig(ordered=False)))
     assert {name for name in base if base[name] != unordered[name]} == {"parallel.ordered"}
+    with_experts = numerical(changed(model={"experts": 4}))
+    assert dict(with_experts.items() - base.items()) == {
+        "model.experts": 4,
+        "model.top_k": 2,
+        "optim.aux_loss": 0.01,
+        "optim.balance_rate": 0.0,
+    }
     rounded = numerical(replace(text_config.default(), parallel=ParallelConfig(nodes="int8")))
     assert dict(rounded.items() - base.items()) == {"parallel.nodes": "int8", "parallel.rounding": "nearest"}
     assert all(isinstance(value, str | int | float | bool) for value in base.values())

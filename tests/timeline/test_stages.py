@@ -65,6 +65,16 @@ def test_a_ranks_time_is_fill_computation_and_waits_in_between_and_drain():
     assert figures.slow is None
 
 
+def test_ranks_that_share_each_stage_are_as_many_pipelines():
+    """Ranks 0 and 1 share the first stage, along tp or ep: as one pipeline they had half a stage each."""
+    one = simulate(generate("1f1b", 2, 2), StageTimes(1, 1, 1, 0.5))
+    shared = Timeline(e._replace(rank=2 * e.rank + k) for e in one.events for k in range(2))
+    alone, figures = pipeline_figures([one], "1f1b"), pipeline_figures([shared], "1f1b")
+    assert alone is not None and figures is not None
+    assert (figures.num_ranks, figures.chunks, figures.bubble) == (2, 1, alone.bubble)
+    assert [x.ranks for x in figures.stages] == [(0, 1), (2, 3)]
+
+
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_equal_stages_without_messages_wait_as_the_closed_form_says(schedule):
     timeline = simulate(generate(schedule, 4, 8), EVEN)
