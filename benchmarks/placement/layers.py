@@ -94,6 +94,7 @@ class LayeredRun:
         base = replace(base, model=replace(base.model, dropout=0.1))
         if self.model == SPARSE:
             base = replace(base, model=replace(base.model, experts=EXPERTS))
+            base = replace(base, optim=replace(base.optim, aux_loss=0.0, balance_rate=1e-3))
         chunks = self.axes.get("tp", 1) if self.control else CHUNKS
         base = replace(base, parallel=replace(base.parallel, tp_chunks=chunks, sequence=self.sequence))
         if self.killed:
