@@ -18,7 +18,7 @@ ARGS ?=
 # all that it imports, and every worker rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test slow check docs bench faults
+.PHONY: env train test slow extras extras-tests check docs bench faults
 
 env: $(STAMP) $(NATIVE)
 
@@ -47,6 +47,17 @@ test: env
 # Some take minutes, so the look at a test that holds the interpreter lock is off: it ends whatever takes two.
 slow: env
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 $(ARGS)
+
+# The tests that need an optional package, in an environment of its own, .venv/extras. Before a release, like `make slow`.
+extras:
+	$(MAKE) VENV=$(VENV)/extras extras-tests
+
+extras-tests: env $(VENV)/packages
+	$(BIN)/python -m pytest tests/integrations tests/record/test_loggers.py tests/test_docs.py $(ARGS)
+
+$(VENV)/packages: $(STAMP)
+	$(PIP) --no-build-isolation --editable '.[dev,hf,tensorboard,wandb]' accelerate peft lightning datasets
+	@touch $@
 
 check: env
 	$(BIN)/ruff check .
