@@ -1,4 +1,4 @@
-"""What a test leaves behind fails that test, by name; children receive all signals; --fifth splits the tests."""
+"""What a test leaves behind fails that test, by name; children receive all signals; --fifth selects."""
 
 from __future__ import annotations
 
