@@ -44,9 +44,9 @@ test: env
 	$(BIN)/python -m pytest $(ARGS)
 
 # What is too long for every change: before a release, and after a change to what a test of it is about.
-# Some take minutes, so the look at a test that holds the interpreter lock is off: it ends whatever takes two.
+# Some take minutes: a test has ten, and the look at a test that holds the interpreter lock, which ends whatever takes two, is off.
 slow: env
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 $(ARGS)
+	$(BIN)/python -m pytest -m slow -o timeout=600 -o faulthandler_timeout=0 $(ARGS)
 
 # The tests that need an optional package, in an environment of its own, .venv/extras. Before a release, like `make slow`.
 extras:
