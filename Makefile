@@ -44,7 +44,8 @@ test: env
 	$(BIN)/python -m pytest $(ARGS)
 
 # What is too long for every change: before a release, and after a change to what a test of it is about.
-# Some take minutes: a test has ten, and the look at a test that holds the interpreter lock, which ends whatever takes two, is off.
+# Some take minutes: each may take ten, and the look at a test that holds the interpreter lock is off, as it ends
+# whatever takes two.
 slow: env
 	$(BIN)/python -m pytest -m slow -o timeout=600 -o faulthandler_timeout=0 $(ARGS)
 
@@ -53,10 +54,11 @@ extras:
 	$(MAKE) VENV=$(VENV)/extras extras-tests
 
 extras-tests: env $(VENV)/packages
-	$(BIN)/python -m pytest tests/integrations tests/record/test_loggers.py tests/test_docs.py $(ARGS)
+	$(BIN)/python -m pytest -m '' tests/integrations tests/record/test_loggers.py tests/test_docs.py \
+	    tests/native/test_stress.py::test_it_compiles_for_both_processors $(ARGS)
 
 $(VENV)/packages: $(STAMP)
-	$(PIP) --no-build-isolation --editable '.[dev,hf,tensorboard,wandb]' accelerate peft lightning datasets
+	$(PIP) --no-build-isolation --editable '.[dev,hf,tensorboard,wandb]' accelerate peft lightning datasets ziglang
 	@touch $@
 
 check: env
