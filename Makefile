@@ -18,7 +18,7 @@ ARGS ?=
 # all that it imports, and every worker rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test slow check docs bench faults
+.PHONY: env train test slow extras extras-tests check docs bench faults
 
 env: $(STAMP) $(NATIVE)
 
@@ -44,9 +44,22 @@ test: env
 	$(BIN)/python -m pytest $(ARGS)
 
 # What is too long for every change: before a release, and after a change to what a test of it is about.
-# Some take minutes, so the look at a test that holds the interpreter lock is off: it ends whatever takes two.
+# Some take minutes: each may take ten, and the look at a test that holds the interpreter lock is off, as it ends
+# whatever takes two.
 slow: env
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=0 $(ARGS)
+	$(BIN)/python -m pytest -m slow -o timeout=600 -o faulthandler_timeout=0 $(ARGS)
+
+# The tests that need an optional package, in an environment of its own, .venv/extras. Before a release, like `make slow`.
+extras:
+	$(MAKE) VENV=$(VENV)/extras extras-tests
+
+extras-tests: env $(VENV)/packages
+	$(BIN)/python -m pytest -m '' tests/integrations tests/record/test_loggers.py tests/test_docs.py \
+	    tests/native/test_stress.py::test_it_compiles_for_both_processors $(ARGS)
+
+$(VENV)/packages: $(STAMP)
+	$(PIP) --no-build-isolation --editable '.[dev,hf,tensorboard,wandb]' accelerate peft lightning datasets ziglang
+	@touch $@
 
 check: env
 	$(BIN)/ruff check .

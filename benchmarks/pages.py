@@ -7,6 +7,7 @@ pages, without measuring.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,13 @@ def made(results: Results) -> str:
     commit = f", commit `{found['commit']}`" if "commit" in found else ""
     took = f", in {results['minutes']:.2g} minutes" if "minutes" in results else ""
     return f"Made by `{found['command']}` on {where}{commit}{took}."
+
+
+def parser_of(doc: str | None, home: Path) -> argparse.ArgumentParser:
+    """The parser of a script in ``home``: its docstring as help, and ``--out``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=home, metavar="FOLDER", help="for the results")
+    return parser
 
 
 def prepare(folder: Path, home: Path) -> None:

@@ -75,6 +75,11 @@ def clear_tracebacks(error: BaseException) -> None:
             left += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
+def counted(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``, for messages."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 class Desync(InstepError):
     """The ranks came to the same place with different plans; nothing was reduced, no gradient was written.
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,15 @@ def nothing_left_behind() -> Iterator[None]:
         pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fifth",
+        type=lambda commit: int(commit, 16) % 5,
+        metavar="COMMIT",
+        help="run only a fifth of the selected tests, chosen by this hexadecimal number",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let each worker of xdist begin to collect elsewhere, where it finds no others at the same work.
 
@@ -103,11 +112,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = map(str, [*folders[first:], *folders[:first], *sorted(TESTS.glob("test_*.py"))])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The same order in all workers, wherever they began: each folder's files spread over the whole run.
 
     So tests that wait for processes, which are in few folders, run beside others that compute.
     """
+    if config.option.fifth is not None:
+        chosen = one_fifth((item.nodeid for item in items), config.option.fifth)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
     if WORKER not in os.environ:
         return
     by_folder: dict[Path, list[Path]] = {}
@@ -115,6 +129,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         by_folder.setdefault(path.parent, []).append(path)
     place = {path: (i + 0.5) / len(paths) for paths in by_folder.values() for i, path in enumerate(paths)}
     items.sort(key=lambda item: (place[item.path], item.path))
+
+
+def one_fifth(names: Iterable[str], number: int) -> set[str]:
+    """Every fifth of ``names``: each file, and each parametrised test, is spread over all five fifths."""
+    return set(sorted(names)[number::5])
 
 
 def pytest_collection_finish() -> None:

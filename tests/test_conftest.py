@@ -1,4 +1,4 @@
-"""What a test leaves behind fails that test, by name, and not the next one; children receive all signals."""
+"""What a test leaves behind fails that test, by name; children receive all signals; --fifth selects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import one_fifth
 
 pytest_plugins = ["pytester"]
 
@@ -74,3 +76,19 @@ def test_what_is_left_behind_is_named_and_blamed_on_its_test(pytester: pytest.Py
     for test, left in EXPECTED.items():
         pattern = f"_ ERROR at teardown of {test} _"
         result.stdout.fnmatch_lines([f"*{pattern}*", f"the test left behind {left}"])
+
+
+def test_five_fifths_are_every_test_once_and_equally_many() -> None:
+    names = [f"test_{family}[{i}]" for family in "ab" for i in range(10)]
+    fifths = [one_fifth(reversed(names), number) for number in range(5)]
+    assert sorted(name for chosen in fifths for name in chosen) == sorted(names)
+    for family in "ab":
+        assert [sum(f"_{family}" in name for name in chosen) for chosen in fifths] == [2] * 5
+
+
+def test_a_commit_chooses_the_fifth(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile("import pytest\n@pytest.mark.parametrize('i', range(12))\ndef test_one(i): pass")
+    for commit, passed in (("0a6b6cd1", 2), ("5", 3)):  # 0x0a6b6cd1 % 5 = 4
+        result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--fifth", commit)
+        result.assert_outcomes(passed=passed, deselected=12 - passed)

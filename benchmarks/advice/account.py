@@ -5,7 +5,6 @@ python benchmarks/advice/account.py             some two minutes; writes account
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from benchmarks.pages import Pages, Results, one_table, publish
+from benchmarks.pages import Pages, Results, one_table, parser_of, publish
 from instep.recipes.text_config import ParallelConfig
 from instep.timeline.breakdown import Parts, parts
 from instep.timeline.trace_files import FOLDER, read_traces
@@ -26,9 +25,8 @@ QUIET = ("--eval.every", "0", "--eval.windows", "8", "--checkpoint.every", "0")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="How much of a step is in no event?")
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     rows = [row(strategy, ranks, wanted.steps) for strategy in STRATEGIES for ranks in RANKS]

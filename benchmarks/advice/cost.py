@@ -5,7 +5,6 @@ python benchmarks/advice/cost.py                some five minutes; writes cost.j
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import Pages, Results, one_table, publish
+from benchmarks.pages import Pages, Results, one_table, parser_of, publish
 from instep.bench.tables import paired_ratio
 from instep.bench.worlds import World
 from instep.events import Event, Recorder
@@ -90,9 +89,8 @@ def measure(strategy: str, pairs: int, found: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What does recording cost?")
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     rows = []

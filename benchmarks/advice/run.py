@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.advice.causes import CAUSES, Cause
 from benchmarks.advice.runs import Made, train
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.hosts import Network, network, obstacle
 from instep.bench.tables import environment, markdown, show
 
@@ -56,14 +56,11 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     names = [cause.name for cause in CAUSES]
     parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--pairs", type=int, default=3, help="of runs, one planted and one as advised")
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.advice.rank import record
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.hosts import network, obstacle
 from instep.bench.link import RATE, RATE_TEXT
 from instep.bench.options import parse_count
@@ -80,14 +80,11 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--turns", type=int, default=3, help="of each strategy")
     parser.add_argument("--steps", type=int, default=5, help="that count, per turn")
     parser.add_argument("--params", default="")
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

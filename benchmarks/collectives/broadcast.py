@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import charts, tables
 from instep.bench.collectives import against_size, by_backend, by_size, measure, prediction, where
 from instep.bench.options import CollectivesOptions, sizes_of
@@ -55,11 +55,8 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

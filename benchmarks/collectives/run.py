@@ -8,7 +8,6 @@ python benchmarks/collectives/run.py --samples 3 --out DIR      a trial, which l
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 from instep.bench.collectives import (
     CHART_BACKENDS,
@@ -106,10 +105,9 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--samples", type=int, default=0, help="of each, in the place of 20")
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     if wanted.quick and wanted.out == HERE:
         parser.error("--quick is a trial: expected a folder for its results, by --out")

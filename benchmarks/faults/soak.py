@@ -10,7 +10,6 @@ sums of floats may differ from gloo's by what another order of addition can do, 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import instep
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 from instep.launch.launch import launch
 from instep.launch.rank_exit import RankFailed
@@ -404,11 +403,10 @@ def pages(results: Results) -> Pages:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     command = f"{COMMAND} --minutes {options.minutes:g} --ranks {options.ranks} --seed {options.seed}"
     with tempfile.TemporaryDirectory(prefix="instep-soak-") as folder:

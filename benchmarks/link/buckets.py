@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 from instep.bench.buckets import draw, measure, notes, title_of
 from instep.bench.options import BucketsOptions
@@ -46,13 +46,10 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--place", action="append", choices=list(PLACES))
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--params", default="")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

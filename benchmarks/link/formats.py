@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
 from instep.bench.hosts import RATE_TEXT
 from instep.bench.options import parse_count
@@ -55,9 +55,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--samples", type=int, default=24, help="rounds of what is compared")
     parser.add_argument("--sweep", type=int, default=4, help="rounds of the sweep over bucket sizes")
     parser.add_argument(
@@ -65,7 +63,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="contestants, separated by commas; DDP has to be one")
     parser.add_argument("--params", default="")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

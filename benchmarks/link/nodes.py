@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
 from instep.bench.steps_rank import measure_steps
 from instep.bench.tables import markdown, quantile
@@ -97,14 +97,11 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--steps", type=int, default=text_config.default().steps, help="of the text recipe")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="that the hashes are of")
     parser.add_argument("--runs", type=Path, help="folder to keep the runs of the text recipe in")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
 from instep.bench.link import RATE_TEXT, LinkResults, chart, measure, report, title
 from instep.bench.options import parse_count
@@ -45,12 +45,9 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--params", default="")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

@@ -5,7 +5,6 @@ python benchmarks/loader/run.py        writes results.json, and the table in REA
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import instep
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 
 HERE = Path(__file__).parent
@@ -99,9 +98,8 @@ def _seconds(stream: Iterator[Any], micro_batches: int) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args(words)
     began = time.monotonic()
     torch.set_num_threads(1)  # as worker processes have

@@ -11,7 +11,6 @@ close to them, or there is an error instead of a table.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -32,7 +31,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import functional as F
 
 import instep
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.tables import (
     markdown,
     paired_ratio,
@@ -259,12 +258,9 @@ def pages(results: Results) -> Pages:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--model", choices=[*MODELS], action="append")
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     found = [measure(name, wanted.samples) for name in wanted.model or MEASURED]

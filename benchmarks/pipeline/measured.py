@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.options import PipelineOptions
 from instep.bench.pipeline import PipelineResults, draw, measure, short_row
 from instep.bench.tables import Row, markdown, with_quartiles
@@ -49,14 +49,11 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     as_it_is = PipelineOptions()
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--width", type=int, default=as_it_is.width)
     parser.add_argument("--backend", choices=("gloo", "shm"), default=as_it_is.backend)
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

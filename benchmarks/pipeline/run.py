@@ -8,13 +8,12 @@ Exit code 1 if a figure is further from the published one than published.py allo
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, prepare, save
+from benchmarks.pages import README, Pages, Results, parser_of, prepare, save
 from benchmarks.pipeline.published import (
     GPIPE_MICRO_BATCHES,
     GPIPE_SPEED_UPS,
@@ -45,10 +44,7 @@ Table = list[dict[str, Any]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser = parser_of(__doc__, HERE)
     folder = parser.parse_args().out
     found = [simulated(row, name) for name in WITHIN for row in ROWS]
     tables = {

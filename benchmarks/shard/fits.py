@@ -9,7 +9,6 @@ process ever holds the whole model. Over gloo: what lies in shared memory the li
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
@@ -23,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import instep
-from benchmarks.pages import Pages, Results, one_table, publish
+from benchmarks.pages import Pages, Results, one_table, parser_of, publish
 from instep.launch.launch import launch
 from instep.mesh.join import init
 from instep.models.config import GPTConfig
@@ -38,10 +37,9 @@ MEGABYTE = 1e6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What trains under a limit of memory per process?")
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--budget", type=int, default=BUDGET_MB, metavar="MB")
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     rows = [attempt(kind, wanted.budget, wanted.ranks) for kind in KINDS]

@@ -18,7 +18,6 @@ same weights and moments, or there is an error instead of a table.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ from torch.optim import AdamW
 
 import instep
 import instep.shm  # which makes the backend known
-from benchmarks.pages import Pages, Results, one_table, publish
+from benchmarks.pages import Pages, Results, one_table, parser_of, publish
 from instep.bench.memory_usage import memory_usage
 from instep.bench.variants import full_model, sharded_model
 from instep.bench.worlds import World, on_ranks
@@ -57,10 +56,9 @@ MEGABYTE = 1e6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What does a rank hold?")
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("-n", "--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layers", type=int, default=MODEL.layers)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     wanted.out.mkdir(parents=True, exist_ok=True)

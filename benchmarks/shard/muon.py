@@ -7,7 +7,6 @@ The stages take turns in the same processes, with the same gradients; one thread
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,7 +18,7 @@ import torch
 from torch.optim import Muon
 
 import instep
-from benchmarks.pages import Pages, Results, one_table, publish
+from benchmarks.pages import Pages, Results, one_table, parser_of, publish
 from instep.bench.tables import paired_ratio, quantile
 from instep.launch.launch import launch
 from instep.mesh.join import init
@@ -35,10 +34,9 @@ STAGES = ("replicated", "stage 1", "stage 2", "stage 3")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What does a step of Muon take in every stage?")
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     rows: list[dict[str, Any]] = []

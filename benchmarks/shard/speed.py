@@ -14,8 +14,10 @@ import argparse
 import copy
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import instep
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
 from instep.bench.options import parse_count
 from instep.bench.tables import markdown, paired_ratio, quantile, show
@@ -127,17 +129,24 @@ def body(world: World, task: dict[str, Any]) -> dict[str, Any]:
     shared = SharedModel(world, Workload(**task["workload"]))
     runners = {name: make(shared) for name, make in SETS[task["set"]].items()}
 
-    def step(model: nn.Module, optimizer: Optimizer) -> None:
+    made = Counter[str]()
+
+    def step(name: str) -> None:
+        model, optimizer = runners[name]
         optimizer.zero_grad()
         shared.loss(model, shared.batch).backward()
         optimizer.step()
+        made[name] += 1
 
-    steps = {
-        name: (lambda model=model, optimizer=optimizer: step(model, optimizer))
-        for name, (model, optimizer) in runners.items()
-    }
-    times, calls = world.interleave(steps, task["samples"], warm_up=2)
+    times, calls = world.interleave(
+        {name: partial(step, name) for name in runners}, task["samples"], warm_up=2
+    )
     models = {name: model for name, (model, _) in runners.items() if name.startswith(OURS)}
+    for (
+        name
+    ) in models:  # a sample of a short step is the mean of several: bits are compared after equally many
+        for _ in range(max(made.values()) - made[name]):
+            step(name)
     bits = {name: weights_sha256(model) for name, model in models.items()}
     return {"times": times, "calls": calls, "bits": bits, "hidden": hidden(models)}
 
@@ -211,14 +220,11 @@ def measure(chosen: str, wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--params", default="50M")
     parser.add_argument("--set", choices=[*SETS], action="append")
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     prepare(wanted.out, HERE)
     began = time.monotonic()

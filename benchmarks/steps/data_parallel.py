@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 from instep.bench.data_parallel import draw, measure, notes, title_of
 from instep.bench.options import DataParallelOptions
@@ -42,12 +42,9 @@ def pages(results: Results) -> Pages:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.memory_savers import draw, measure, notes, tables
 from instep.bench.options import MemorySaversOptions
 from instep.bench.tables import markdown, short, write_csv
@@ -37,16 +37,13 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     as_it_is = MemorySaversOptions()
     parser.add_argument("-n", "--ranks", type=int, default=as_it_is.ranks)
     parser.add_argument("--params", default=as_it_is.params)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

@@ -5,7 +5,6 @@ python benchmarks/steps/own_loop.py        a minute or two; writes own_loop.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 
 HERE = Path(__file__).parent
@@ -47,10 +46,9 @@ def measure(launcher: str, width: int, steps: int) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--widths", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args(words)
     began = time.monotonic()
     rows = [measure(launcher, width, wanted.steps) for width in wanted.widths for launcher in LAUNCHERS]

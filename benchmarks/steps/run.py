@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.options import StepsOptions, parse_count
 from instep.bench.steps import HostResults, chart, measure, report, table
 from instep.bench.tables import markdown, short, write_csv
@@ -46,13 +46,10 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--params", default="")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

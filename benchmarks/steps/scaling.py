@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 from instep.bench.options import ScalingOptions
 from instep.bench.scaling import HIDDEN, draw, measure, notes, title_of
@@ -38,13 +38,10 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("-n", "--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--params", default="")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

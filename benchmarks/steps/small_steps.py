@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
 from instep.bench.options import StepsOptions
 from instep.bench.steps import PANELS, HostResults, declared_rows, measure
@@ -40,12 +40,9 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=0, help="rounds of each model; 60 or 200 by default")
-    parser.add_argument("--out", type=Path, default=HERE)
     return parser.parse_args()
 
 

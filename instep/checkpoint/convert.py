@@ -41,20 +41,16 @@ def find(path: str | os.PathLike[str]) -> load.Found:
     return found
 
 
-def to_safetensors(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], *, optimizer: bool = False
-) -> Path:
-    """Write the model in checkpoint ``path`` to the new file ``out``; with ``optimizer`` its moments, too.
+def to_safetensors(found: load.Found, out: str | os.PathLike[str], *, optimizer: bool = False) -> Path:
+    """Write the model of a checkpoint to the new file ``out``; with ``optimizer`` its moments, too.
 
     Names are those of the module's state dict, moments are called ``"exp_avg/block.0.weight"``. A tied tensor
     is there once; its further names stand in the file's metadata, as ``safetensors.torch.save_model`` has
     them. The file is there whole or not at all.
 
     Raises:
-        CheckpointRejected: the checkpoint does not verify.
         FileExistsError: ``out`` is there.
     """
-    found = find(path)
     source = load.open_source(found.path, found.manifest)
     kinds = (MODEL, OPTIMIZER) if optimizer else (MODEL,)
     names = {name.partition(":")[2]: name for name in source.tensors if name.startswith(kinds)}

@@ -167,7 +167,7 @@ def _how_to_learn_more(a: RecordedRun, b: RecordedRun, found: FirstDifference) -
         if found.step not in run.steps or run.steps[found.step].reduced is None:
             paths[-1] = beside = run.path.with_name(f"{run.path.name}-leaves")
             flags = ("--stop-after", str(found.step + 1), "--record.leaves")
-            command = command_again(run.path, beside, flags)
+            command = command_again(run.path, beside, run.starts, flags)
             notebook = f"instep.Run({str(beside)!r}, record={{'leaves': True}}) in its notebook"
             yield f"   {command or notebook}"
     yield f"   {PROGRAM} {shlex.join(map(str, paths))}"

@@ -59,7 +59,7 @@ def main(args: Sequence[str]) -> int:
         if options.weights is not None:
             to_pretrained(found, options.weights, options.out)
         else:
-            to_safetensors(found.path, options.out, optimizer=options.optimizer)
+            to_safetensors(found, options.out, optimizer=options.optimizer)
             if left_out := len(found.manifest.frozen):
                 print(f"{found.path} was saved without {left_out} frozen weights", file=sys.stderr)
         print(f"{options.out}: step {found.manifest.step}, from {found.path}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from instep.errors import InstepError
+from instep.errors import InstepError, counted
 
 MAX_IN_A_ROW = 5
 NUMBER = re.compile(r"0x[0-9a-f]+|\bpid(\(s\))? [0-9, ]+")
@@ -168,7 +168,7 @@ class Recovery:
 
     def __str__(self) -> str:
         message, parts = self._first_step, self.seconds
-        ranks = f"{message['world_size']} rank{'s' * (message['world_size'] != 1)}"
+        ranks = counted(message["world_size"], "rank")
         listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items() if name != "total")
         return (
             f"going on with {ranks} at step {message['step'] - 1}, from {message['source']}: first new step "

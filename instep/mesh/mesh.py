@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from instep.errors import counted
 from instep.events import Recorder
 from instep.mesh.axes import DATA_AXES, MODEL_AXES, Axes, resolve
 from instep.mesh.device_mesh import batch_group, place_in, require_used
@@ -183,7 +184,7 @@ class Mesh:
         names = used if self._focus is None else [self._focus]
         sizes = " * ".join(f"{name}({self.axes.size(name)})" for name in names)
         place = ", ".join(f"{name}={self.coordinates[name]}" for name in names)
-        ranks = f"{self.size} {'rank' if self.size == 1 else 'ranks'}"
+        ranks = counted(self.size, "rank")
         return f"<mesh {sizes} = {ranks} on {self.device}; this is rank {self.rank}, {place}>"
 
     @cached_property

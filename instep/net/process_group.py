@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from instep.errors import Desync, PeerLost
+from instep.errors import Desync, PeerLost, counted
 from instep.memory import Segment, allocate, tensor_of
 from instep.net import device
 from instep.net.hang_report import FlightRecorder, Problem, StatusRow
@@ -181,7 +181,7 @@ class Group:
         self.peers.flight.belongs_here()
 
     def __repr__(self) -> str:
-        return f"<group of {self.size} rank{'s' * (self.size != 1)}{self._way}; this is rank {self.rank}>"
+        return f"<group of {counted(self.size, 'rank')}{self._way}; this is rank {self.rank}>"
 
     @property
     def _way(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from instep.checkpoint.manifest import Scalar
+from instep.errors import counted
 from instep.models.config import GPTConfig, preset
 from instep.pipeline import schedules
 from instep.pipeline.cuts import BY
@@ -426,7 +427,7 @@ def check_rows(num_ranks: int, shard: int) -> None:
         return
     below = num_ranks - num_ranks % shard
     raise ValueError(
-        f"{num_ranks} rank{'s' * (num_ranks > 1)} for shard groups of parallel.shard {shard}: "
+        f"{counted(num_ranks, 'rank')} for shard groups of parallel.shard {shard}: "
         f"use {f'{below} or ' if below else ''}{below + shard} ranks, another parallel.shard, or "
         "1 to divide the state among all ranks"
     )

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from instep.record.jsonl import Fields
 from instep.regular_files import open_regular
 
 CONFIG = "config.toml"
@@ -44,18 +46,20 @@ def config_of(path: Path) -> dict[str, Any]:
         return {}
 
 
-def command_again(path: Path, beside: Path, flags: tuple[str, ...] = ()) -> str:
-    """The command that repeats the run in ``path``, in ``beside``; "" for a notebook's run.
+def command_again(path: Path, beside: Path, starts: Sequence[Fields], flags: Sequence[str] = ()) -> str:
+    """The command that repeats the run in ``path``, in ``beside``; "" if none does, as for a notebook's run.
 
-    ``flags`` are those that ``instep train`` and ``instep run`` share.
+    It began with the first of ``starts``; ``flags`` are those that ``instep train`` and ``instep run`` share.
     """
+    ranks = ["-n", str(starts[0]["world_size"])] if starts and "world_size" in starts[0] else []
+    flags = [*ranks, "--run-dir", str(beside), *flags]
     config = config_of(path)
     script, module, arguments = config.get("script"), config.get("module"), config.get("arguments", [])
-    if script == "":
+    if script == "" or not config:
         return ""
     if isinstance(script, str) and isinstance(arguments, list):
         started = ["-m", module] if isinstance(module, str) and module else [script]
-        words = ["run", "--run-dir", str(beside), *flags, *started, *map(str, arguments)]
+        words = ["run", *flags, *started, *map(str, arguments)]
     else:
-        words = ["train", "--config", str(path / CONFIG), "--run-dir", str(beside), *flags]
+        words = ["train", "--config", str(path / CONFIG), *flags]
     return f"instep {shlex.join(words)}"

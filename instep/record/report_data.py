@@ -19,6 +19,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from instep.errors import counted
 from instep.events import Timeline
 from instep.record.directory import CONFIG, FAULTS, RECORD, SUMMARY
 from instep.record.display import follow
@@ -323,7 +324,7 @@ def _step_charts(tapes: RunTraces, insight: Analysis, data: Fields) -> dict[str,
             tapes.timeline(step),
             step=step,
             ranks=shown["ranks"],
-            title=_no_formula(f"One step on {num} rank{'s' * (num != 1)}" + known * f", {how}"),
+            title=_no_formula(f"One step on {counted(num, 'rank')}" + known * f", {how}"),
             subtitle=_no_formula(f"{run['name']}, {name}" + known * f", backend {run['backend']}{bubble}"),
         )
     return charts

@@ -40,7 +40,7 @@ def run_status(
         "state": _state(path, _steps_wanted(starts, path), summary, steps_done(lines), notes)
         if is_run
         else "recorded",
-        "command": command_again(path, path.with_name(f"{path.absolute().name}-again")) if is_run else "",
+        "command": command_again(path, path.with_name(f"{path.absolute().name}-again"), starts),
         "versions": _versions(tapes),
         "summary": {name: value for name, value in summary.items() if not isinstance(value, list | dict)},
         "strategy": setting and setting.strategy,

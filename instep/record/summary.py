@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from instep.errors import counted
 from instep.record.directory import SUMMARY
 from instep.record.shape import Shape, is_number
 from instep.record.step_lines import PER_S, of_script
@@ -69,11 +70,7 @@ def figures(lines: Sequence[Mapping[str, Any]], first_step: int, items_per_step:
 
 
 def show(
-    summary: Mapping[str, Any],
-    path: Path,
-    insight: Iterable[tuple[str, str]] = (),
-    *,
-    loss_unit: str = "",
+    summary: Mapping[str, Any], path: Path, insight: Iterable[tuple[str, str]] = (), *, loss_unit: str = ""
 ) -> None:
     """The result, on stdout, with the lines of ``insight`` (label, text) into where the time went."""
     unit = loss_unit and f" {loss_unit}"
@@ -112,9 +109,7 @@ def finished(steps: int, *, command: str = "instep train") -> str:
     say = f"already finished: {steps} of {steps} steps; to train longer, "
     if command == "instep run":
         return f"{say}raise the number in run.steps()"
-    return (
-        f"{say}pass --steps {2 * steps} --accept-contract (which changes the schedule of the learning rate)"
-    )
+    return f"{say}pass --steps {2 * steps} --accept-contract (which changes the learning rate's schedule)"
 
 
 def _range(its: Mapping[str, Any]) -> str:
@@ -133,7 +128,7 @@ def _steps(summary: Mapping[str, Any]) -> str:
     steps, first = summary["steps"], summary.get("first_step") or 0
     parallel = summary.get("parallel") or {}
     strategy, stage, schedule = summary["strategy"], parallel.get("shard_stage"), parallel.get("schedule")
-    layout = f"{summary['world_size']} rank{'s' * (summary['world_size'] != 1)}, {strategy}"
+    layout = f"{counted(summary['world_size'], 'rank')}, {strategy}"
     layout += f", stage {stage} of sharding" if stage else ""
     layout += f", in pipelines ({schedule})" if schedule and parallel.get("pp", 0) != 1 else ""
     if not first:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,16 +21,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instep.checkpoint.files import step_directories
+from instep.checkpoint.files import remove, step_directories
 from instep.launch.launch_environment import LAUNCH_DIGITS, LaunchEnvironment
 from instep.net.agree import on_first_rank, require_same_lines
 from instep.net.peers import RECORD_BYTES, Peer, is_alive, own_peer
 from instep.net.process_group import Group
-from instep.record.directory import CHECKPOINTS, CONFIG, SUMMARY, WORKERS
+from instep.record.directory import CHECKPOINTS, CONFIG, FAULTS, RECORD, SUMMARY, WORKERS
 from instep.record.jsonl import replace_text, to_json
 from instep.record.status import workers
+from instep.record.step_lines import starts, steps_recorded
 from instep.regular_files import open_regular, require_in_place, try_lock
 from instep.run.writer import require_readable
+from instep.timeline.trace_files import FOLDER as TRACES
 
 RUNS = Path("runs")  # where a directory is made for a run that names none
 MADE_UP = re.compile(r"train-[0-9]{8}-[0-9]{6}(-(?P<launch>[0-9a-f]{16}))?(-[0-9]{1,3})?")
@@ -91,8 +94,9 @@ class Claimed:
 def claim(run_dir: Path | None, resume: bool, launch: str = "") -> Claimed:
     """The directory ``run_dir``, made if need be, and locked; None makes a new one in ``runs/``.
 
-    Nothing else in it is touched; ``resume``: an earlier command has begun the run. A name that is made up
-    has ``launch`` in it, by which ``of_launch`` finds the directory again.
+    ``resume``: an earlier command has begun the run. Without it the files of a run that never made a step are
+    removed, and no others. A name that is made up has ``launch`` in it, by which ``of_launch`` finds the
+    directory again.
 
     Raises:
         ValueError: it holds another run, or that run is still going on, or there is nothing to resume.
@@ -172,21 +176,25 @@ def _newest_run() -> str:
 
 def _require_free(path: Path, resume: bool) -> None:
     """ValueError unless ``path``, which is locked, may be begun in, or gone on with."""
-    is_empty = all(entry.name == LOCK for entry in path.iterdir())
     holds_run = (path / CONFIG).exists()
-    if resume:
-        # Ranks outlive the command that held the lock for a moment, and where there are no locks for longer.
-        busy = [f"rank {peer.rank} (pid {peer.pid})" for peer in workers(path) if is_alive(peer)]
-        if busy:
-            raise ValueError(
-                f"{path}: ranks of the run are still alive, {', '.join(busy)}: wait for them, or end them"
-            )
-        if not is_empty and not holds_run:
-            raise ValueError(f"{path} has other files and no run to resume: check --run-dir")
-    elif holds_run:
+    if not holds_run and any(entry.name != LOCK for entry in path.iterdir()):
+        fix = " and no run to resume: check --run-dir" if resume else ": pass another --run-dir"
+        raise ValueError(f"{path} has other files{fix}")
+    stepless = not resume and {start["step"] for start in starts(path)} == {0} and steps_recorded(path) <= 0
+    saved = step_directories(path / CHECKPOINTS) if stepless else []  # at most the initial state's
+    if holds_run and not resume and (not stepless or any(step for step, _ in saved)):
         raise ValueError(f"{path} has another run: pass --resume to resume it, or another --run-dir")
-    elif not is_empty:
-        raise ValueError(f"{path} has other files: pass another --run-dir")
+    # Ranks outlive the command that held the lock for a moment, and where there are no locks for longer.
+    if busy := [f"rank {peer.rank} (pid {peer.pid})" for peer in workers(path) if is_alive(peer)]:
+        raise ValueError(
+            f"{path}: ranks of the run are still alive, {', '.join(busy)}: wait for them, or end them"
+        )
+    if stepless:
+        for _, checkpoint in saved:
+            remove(checkpoint)
+        shutil.rmtree(path / TRACES, ignore_errors=True)
+        for name in (FAULTS, RECORD, CONFIG):
+            (path / name).unlink(missing_ok=True)
 
 
 def _lock(path: Path) -> int:

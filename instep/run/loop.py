@@ -372,10 +372,10 @@ class RunLoop(Iterator[RunStep]):
 
     @property
     def left(self) -> str:
-        """Where the script has left the loop before its end; "" if it has not."""
+        """Where the script has left the loop before its end; "" if it has not. A recorded step counts."""
         if self._is_over or self._generation is None or self._member is None:
             return ""
-        return f"after {self.training.steps_done} of {self.num_steps} steps"
+        return f"after {self.training.steps_done - self._made} of {self.num_steps} steps"
 
     @property
     def rank(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from instep.checkpoint.registered import Registered
+from instep.errors import counted
 from instep.mesh.axes import MODEL_AXES
 from instep.run.script_training import ScriptTraining
 from instep.run.settings import MeshConfig, ScriptBatch, ScriptConfig, ScriptOptimizer
@@ -136,11 +137,6 @@ def number_words(number: int) -> str:
         if name == "M" and share >= 0.1:
             return f"{share:.2f} M"
     return str(number)
-
-
-def counted(number: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _strategy(training: ScriptTraining, shard: int) -> str:

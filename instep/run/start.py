@@ -49,7 +49,7 @@ def launch_script(call: ScriptCall, config: RunConfig) -> int:
             if admission.path is None:
                 raise
             raise KeyboardInterrupt(f"{error}, {how_to_go_on(admission.path)}") from error
-        admission.require_in_place()
+        admission.require_in_place(code)
         return code
 
 
@@ -119,9 +119,9 @@ class _Admission:
             while self._events:
                 self._lines.write(**self._events.pop(0))
 
-    def require_in_place(self) -> None:
+    def require_in_place(self, code: int) -> None:
         """OSError if the folder was removed meanwhile."""
-        if self._claimed is None:
-            say("the script never iterated run.steps(): every process ran independently")
-        else:
+        if self._claimed is not None:
             self._claimed.require_in_place()
+        elif not code:  # else the script has said why it ended
+            say("the script never iterated run.steps(): every process ran independently")

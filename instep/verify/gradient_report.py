@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from instep.errors import InstepError
+from instep.errors import InstepError, counted
 
 ROWS_SHOWN = 20
 NAMED = 3  # parameters in an error message
@@ -231,6 +231,6 @@ def _badness(row: GradientRow) -> tuple[bool, float]:
 
 def _headline(report: Report) -> str:
     bad = sum(not row.ok for row in report.rows)
-    how = f"rank{'s' * (report.world_size != 1)} ({report.strategy}, {'not ' * (not report.ordered)}ordered)"
-    which = f"{f'{bad} of' if bad else 'all'} {len(report.rows)} gradients"
-    return f"{which} on {report.world_size} {how} are {'not ' * bool(bad)}those of one process"
+    how = f"({report.strategy}, {'not ' * (not report.ordered)}ordered)"
+    which = f"{f'{bad} of' if bad else 'all'} {len(report.rows)} gradients on"
+    return f"{which} {counted(report.world_size, 'rank')} {how} are {'not ' * bool(bad)}those of one process"

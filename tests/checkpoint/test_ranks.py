@@ -22,7 +22,7 @@ from torch.optim import Adafactor, Adagrad, Adam, AdamW, Optimizer
 from instep.checkpoint import convert
 from instep.checkpoint import save as saving
 from instep.checkpoint.background import Saver
-from instep.checkpoint.convert import to_safetensors
+from instep.checkpoint.convert import find, to_safetensors
 from instep.checkpoint.load import newest, open_source, verify
 from instep.checkpoint.manifest import MANIFEST_FILE, canonical
 from instep.checkpoint.shorthand import load, save
@@ -244,10 +244,10 @@ def test_any_checkpoint_becomes_one_plain_file(
     tmp_path: Path, optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "CHUNK_BYTES", 4096)
-    from_pieces = to_safetensors(saved(tmp_path), tmp_path / "a.safetensors", optimizer=optimizer)
+    from_pieces = to_safetensors(find(saved(tmp_path)), tmp_path / "a.safetensors", optimizer=optimizer)
     model, plain_optimizer = plain("adamw", 1)
     path = save(tmp_path / "whole", step=1, model=model, optimizer=plain_optimizer)
-    from_whole = to_safetensors(path, tmp_path / "b.safetensors", optimizer=optimizer)
+    from_whole = to_safetensors(find(path), tmp_path / "b.safetensors", optimizer=optimizer)
     assert from_pieces.read_bytes() == from_whole.read_bytes()
     entries = dict(state_entries(model, plain_optimizer if optimizer else None))
     assert all_bits(load_file(from_pieces)) == all_bits(entries)
@@ -256,7 +256,7 @@ def test_any_checkpoint_becomes_one_plain_file(
         load_model(other, from_pieces)
         assert all_bits(other.state_dict()) == all_bits(model.state_dict())
     with pytest.raises(FileExistsError):
-        to_safetensors(path, from_whole)
+        to_safetensors(find(path), from_whole)
 
 
 def test_moments_of_a_frozen_parameter_that_a_sharded_optimizer_does_not_hold_are_named(

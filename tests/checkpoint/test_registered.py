@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
 from instep.checkpoint import save as saving
-from instep.checkpoint.convert import to_safetensors
+from instep.checkpoint.convert import find, to_safetensors
 from instep.checkpoint.load import newest, restore_found
 from instep.checkpoint.registered import Registered
 from instep.checkpoint.tensors import contents
@@ -178,7 +178,7 @@ def test_tensors_of_objects_have_a_file_of_their_own(tmp_path: Path) -> None:
     path = saving.save(tmp_path, Registered(objects).state(), draft)
     names = set(contents(path / "object.safetensors").layout)
     assert names == {f"average/values/{name}" for name, _ in objects["model"].module.named_parameters()}
-    out = to_safetensors(path, tmp_path / "model.safetensors", optimizer=True)
+    out = to_safetensors(find(path), tmp_path / "model.safetensors", optimizer=True)
     assert not names & set(contents(out).layout)
 
 

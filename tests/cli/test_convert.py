@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import instep
+from instep.checkpoint import load
 from instep.cli.main import main
 
 
@@ -50,15 +52,21 @@ def convert(*words: object) -> int:
     return main(["convert", *map(str, words)])
 
 
-def test_the_newest_checkpoint_of_a_run_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_newest_checkpoint_of_a_run_becomes_a_file_after_each_byte_is_verified_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     model, out = nn.Linear(2, 2), tmp_path / "model.safetensors"
     for step in (1, 2):
         nn.init.constant_(model.weight, step)
         instep.save(tmp_path / "run" / "checkpoints", step=step, model=model)
+    hashed = Mock(wraps=load._verify_hash)
+    monkeypatch.setattr(load, "_verify_hash", hashed)
     assert convert(tmp_path / "run", "--out", out) == 0
     assert torch.equal(load_file(out)["weight"], model.weight)
     assert capsys.readouterr().out.startswith(f"{out}: step 2, from {tmp_path / 'run'}")
     assert convert(tmp_path / "run" / "checkpoints" / "step-00000001", "--out", tmp_path / "first") == 0
+    files = [call.args[0] for call in hashed.call_args_list]
+    assert len(files) == len(set(files)) > 0
     assert (load_file(tmp_path / "first")["weight"] == 1).all()
 
 

@@ -168,7 +168,11 @@ def test_an_error_of_a_disk_costs_a_step_and_exit_hooks_run(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.glob("exit-*")} == {"exit-0", "exit-1"}
 
 
-ENDS = "import sys\nprint('here')\nsys.exit(3)\n"
+ENDS = "import sys\nprint('here')\nsys.exit(int(sys.argv[1]))\n"
+PARSES = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+NO_LOOP = "the script never iterated run.steps(): every process ran independently"
+IN_BLOCK = SCRIPT.read_text().replace("        step.log", "        if step == 4: break\n        step.log")
+BEHIND_BLOCK = SCRIPT.read_text().replace('print(f"rank', '    if step == 4: break\nprint(f"rank')
 INIT = "import instep\nmesh = instep.init()\nprint('trained alone')\n"
 TORCH = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 FORGETS = "import sys\nsys.argv[1:] = []\n" + SCRIPT.read_text()
@@ -177,13 +181,12 @@ FORGETS = "import sys\nsys.argv[1:] = []\n" + SCRIPT.read_text()
 @pytest.mark.parametrize(
     ("text", "arguments", "code", "words"),
     [
-        (  # not 3, by which a checkpoint is rejected
-            ENDS,
-            "",
-            1,
-            ["the script ended with exit code 3, by which `instep run` says that a checkpoint",
-             "the script never iterated run.steps(): every process ran independently"],
-        ),
+        # not 3, by which a checkpoint is rejected
+        (ENDS, "3", 1, ["the script ended with exit code 3, by which `instep run` says that a checkpoint"]),
+        (ENDS, "0", 0, [NO_LOOP]),
+        (PARSES, "--lr 1", 2, ["error: unrecognized arguments: --lr 1"]),
+        (IN_BLOCK, "", 1, ["the script left its loop after 4 of 12 steps, without a summary"]),
+        (BEHIND_BLOCK, "", 1, ["the script left its loop after 4 of 12 steps, without a summary"]),
         (INIT, "", 1, ["instep.init: under `instep run` ranks form a group in the loop over run.steps"]),
         (TORCH, "", 2, ["take init_process_group() out of the script", 'other.py", line 2']),
         (FORGETS, "--lr -h", 2, ["-h is the last argument of the script, so only one process was started"]),
@@ -201,6 +204,7 @@ def test_what_a_script_does_wrong_is_told_with_its_exit_code(
     assert ended.code == code, ended.err
     for each in words:
         assert re.search(each if "\\d" in each else re.escape(each), ended.err), ended.err
+    assert (NO_LOOP in ended.err) == (code == 0)
     assert "trained alone" not in ended.out
 
 

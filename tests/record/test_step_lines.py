@@ -182,9 +182,9 @@ MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
 @pytest.mark.parametrize(
     ("settings", "command"),
     [
-        (text_config.tiny(), "instep train --config {path}/config.toml --run-dir again {leaves}"),
-        (SCRIPT, "instep run --run-dir again {leaves} 'my train.py' --lr 1e-3"),
-        (MODULE, "instep run --run-dir again {leaves} -m mine.train"),
+        (text_config.tiny(), "instep train --config {path}/config.toml -n 3 --run-dir again {leaves}"),
+        (SCRIPT, "instep run -n 3 --run-dir again {leaves} 'my train.py' --lr 1e-3"),
+        (MODULE, "instep run -n 3 --run-dir again {leaves} -m mine.train"),
         (ScriptConfig(), ""),
     ],
     ids=["recipe", "script", "module", "notebook"],
@@ -192,4 +192,6 @@ MODULE = ScriptConfig(script="/a/mine/train.py", module="mine.train")
 def test_it_is_in_the_words_of_what_has_made_the_run(settings: object, command: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(to_toml(settings))
     leaves = " ".join(LEAVES)
-    assert command_again(tmp_path, Path("again"), LEAVES) == command.format(path=tmp_path, leaves=leaves)
+    starts = [{"world_size": 3}, {"world_size": 2}]  # a rank was lost
+    again = command_again(tmp_path, Path("again"), starts, LEAVES)
+    assert again == command.format(path=tmp_path, leaves=leaves)

@@ -17,7 +17,8 @@ import pytest
 from instep.net.peers import Peer, own_peer
 from instep.recipes import text_config
 from instep.recipes.text_config import Config, merge
-from instep.record.directory import CONFIG, WORKERS
+from instep.record.directory import CHECKPOINTS, CONFIG, RECORD, WORKERS
+from instep.record.step_lines import STARTED
 from instep.regular_files import try_lock
 from instep.run import folder
 from instep.run.folder import LOCK, Claimed, begin
@@ -107,6 +108,28 @@ def test_a_run_is_resumed_in_the_directory_that_it_has(tmp_path):
     with claim(config(path, resume=True)) as held:
         (path / LOCK).rename(tmp_path / LOCK)
         assert held.path == path and tree(path) == before
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "saved"), [(0, None, 0), (0, 0, 0), (0, None, 5), (5, None, 0)], ids=str
+)
+def test_only_a_run_that_never_made_a_step_is_begun_again(start, step, saved, tmp_path):
+    """A script with a mistake in its first step blocked its own run directory."""
+    path = a_run(tmp_path / "a")
+    (path / "mine.txt").write_text("precious")
+    (path / CHECKPOINTS / f"step-{saved:08}").mkdir(parents=True)
+    lines = [{"event": STARTED, "step": start, "fingerprint": "", "numerical": {}}]
+    lines += [{"step": step}] if step is not None else []
+    (path / RECORD).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    before = tree(path)
+    if (start, step, saved) == (0, None, 0):
+        with claim(config(path)):
+            assert tree(path).keys() == {str(path / name) for name in ("mine.txt", LOCK, WORKERS)}
+            assert not any((path / CHECKPOINTS).iterdir())
+    else:
+        with pytest.raises(ValueError, match="has another run: pass --resume"):
+            claimed(config(path))
+        assert tree(path) == before
 
 
 def test_to_resume_one_must_say_where_and_the_newest_is_named(tmp_path, monkeypatch):
