@@ -67,7 +67,7 @@ PURE = [
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 971,
+    "": 972,
     "bench": 5785,
     "checkpoint": 4095,
     "cli": 1040,
