@@ -67,7 +67,7 @@ PURE = [
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 971,
+    "": 975,
     "bench": 5785,
     "checkpoint": 4095,
     "cli": 1040,
@@ -89,12 +89,12 @@ BUDGET = {
     "reduce": 2725,
     "replicate": 1735,
     "rng": 410,
-    "run": 5165,
+    "run": 5170,
     "shard": 4190,
     "shm": 2040,
     "state": 2165,
     "step": 2730,
-    "tensor": 1015,
+    "tensor": 1035,
     "timeline": 4935,
     "verify": 755,
 }
