@@ -82,7 +82,7 @@ BUDGET = {
     "native": 250,
     "net": 2870,
     "nn": 930,
-    "pipeline": 4175,
+    "pipeline": 4180,
     "plan": 145,
     "recipes": 965,
     "record": 1840,
