@@ -29,7 +29,7 @@ from instep.pipeline.stage import Stage
 from instep.rng.keys import LeafKeys
 from instep.verify.comparison import Part, compare
 from instep.verify.gradient_report import Report
-from instep.verify.subject import GradientPiece
+from instep.verify.subject import GradientPiece, Value
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PipelineTrial:
                 trained,
                 self.copy,
                 [GradientPiece.whole(i, p) for i, p in enumerate(trained.values()) if self.home.holds(p)],
-                [value for stage in self.stages.values() for value in stage.values],
+                map(self._placed, (value for stage in self.stages.values() for value in stage.values)),
                 execute,
                 parts,
                 rtol=self.rtol,
@@ -77,6 +77,13 @@ class PipelineTrial:
                 strategy=strategy,
                 ordered=True,
             )
+
+    def _placed(self, value: Value) -> Value:
+        """``value``, of which a box is compared with the same box on other ranks."""
+        boxes = self.home.boxes
+        if boxes is None or boxes.cut_of(value.tensor) is None:
+            return value
+        return value._replace(first=boxes.units(value.tensor).start)
 
     def _reference(self, task: StepTask, parameters: Sequence[Tensor]) -> Generator[Part]:
         """The gradients of ``parameters``, of all layers, micro-batch by micro-batch. Collective."""

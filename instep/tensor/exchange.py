@@ -15,10 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from instep.errors import Desync
 from instep.events import TENSOR_PARALLEL
 from instep.mesh.axes import round_up
-from instep.mesh.mesh import Axis
+from instep.mesh.mesh import Axis, Mesh
 from instep.state.boxes import BoxHome
+from instep.state.hash import tensor_digest
 from instep.tensor.products import tree_sum
 
 ALIGN_ELEMENTS = 16
@@ -30,6 +32,24 @@ class TensorRanks:
 
     def __init__(self, boxes: BoxHome) -> None:
         self.boxes = boxes
+        self._compared: Mesh | None = None  # on which inputs were compared
+
+    def require_same(self, x: Tensor) -> None:
+        """Compare the input ``x`` of the first layer of a mesh's first forward. Collective then.
+
+        Raises:
+            Desync: ranks have other inputs; on all ranks.
+        """
+        mesh = self.boxes.mesh
+        if self.size == 1 or self._compared is mesh:
+            return
+        self._compared = mesh
+        by_rank = self.axis.group.all_gather_bytes(tensor_digest(x), "the comparison of inputs")
+        if odd := [rank for rank, own in zip(self.axis.ranks, by_rank, strict=True) if own != by_rank[0]]:
+            raise Desync(
+                f"rank {', '.join(map(str, odd))} computes another batch than rank {self.axis.ranks[0]}, and "
+                "they share layers (tp): let a rank's data follow from mesh.data.rank, not from its rank"
+            )
 
     @property
     def axis(self) -> Axis:

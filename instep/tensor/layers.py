@@ -154,6 +154,8 @@ class ColumnLinear(TensorLayer):
         return [min(x.stop * self.unit, self.out_features) - x.start * self.unit for x in units]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.is_sequence:
+            self.ranks.require_same(x)
         y = cast(Tensor, _Column.apply(*autocast(x, self.weight, self.bias), self))
         return cast(Tensor, _Gather.apply(y, self)) if self.gathers_output else y
 
@@ -202,6 +204,7 @@ class VocabularyEmbedding(TensorLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         require_in_vocabulary(tokens, self.num_embeddings)
+        self.ranks.require_same(tokens)
         first = own_rows(self).start
         inside = (tokens >= first) & (tokens < first + len(self.weight))
         x = F.embedding(torch.where(inside, tokens - first, 0), self.weight)

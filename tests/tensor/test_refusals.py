@@ -134,6 +134,10 @@ USES: dict[str, tuple[Callable[[Mesh], object], str]] = {
         lambda mesh: cut(mesh, sequence=True)(numbers(4, 32, key="x")),
         "expected (B, T, D) with T a multiple of chunks(2), got (4, 32)",
     ),
+    "ranks with other batches": (
+        lambda mesh: cut(mesh)(numbers(4, 32, key=f"x of rank {mesh.rank}")),
+        "rank 1 computes another batch than rank 0, and they share layers (tp)",
+    ),
     "logits of another width": (
         lambda mesh: cross_entropy(mesh, logits=numbers(4, 64, key="x")),
         "expected the 32 logits of this rank, got 64",

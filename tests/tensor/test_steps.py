@@ -142,3 +142,15 @@ def test_whole_weights_are_gathered_saved_and_loaded(mesh: Mesh, tmp_path: Path)
     assert instep.load(tmp_path / "saved", model=again).step == 1
     gathered = instep.full_state_dict(again)
     assert all(torch.equal(gathered[name], whole[name]) for name in whole)
+
+
+@world(4, pp=2, tp=2)
+def test_verify_of_a_pipeline_compares_stages_with_all_layers(mesh: Mesh) -> None:
+    net = cut_gpt(mesh, Placed(sequence=True))
+    model = instep.Pipeline(net, mesh, micro_batches=2)
+    report = model.verify(
+        lambda logits, micro_batch: loss_of(net, logits, tokens(micro_batch.index)[:, 1:]),
+        lambda micro_batch: tokens(micro_batch.index)[:, :-1],
+        2,
+    )
+    assert report.ok, report
