@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and in which row of which block each expert computes it.
+"""Routing: the choice of experts, and the rows of the experts' blocks in which tokens are computed.
 
 The rounding of a matrix product depends on its shape and, in some kernels, on the row. So each expert
 computes its tokens in the order of the micro-batch, in blocks of B rows, one product per block; zeros fill
@@ -46,7 +46,7 @@ def capacity_of(num_pairs: int, num_experts: int, factor: float | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Where the pairs of one micro-batch are computed, and how their results return to the tokens.
+    """The rows of one micro-batch's pairs, and the messages that return their results to the tokens.
 
     All ranks along ep have all tokens, and so the same routes. Rank r computes the r-th part of the experts,
     and adds up the results of the r-th slice of tokens: ceil(N / R) of them, the last one fewer.
@@ -55,10 +55,10 @@ class Routes:
     mesh: Mesh | None  # None: one rank has all experts
     rank: int  # along ep
     num_pairs: int
-    load: Tensor  # (E,) int64: how many pairs chose each expert, before the capacity drops some
+    load: Tensor  # (E,) int64, the number of pairs per expert, with dropped ones
     blocks: list[int]  # of each expert of this rank
     block: int  # B
-    pairs: Tensor  # the pairs that this rank computes, ascending
+    pairs: Tensor  # of this rank's experts, ascending
     rows: Tensor  # the row of each, among the rows of all blocks of this rank
     slice_pairs: int  # pairs of a slice
     returned: Tensor  # the pairs of this rank's slice, in the order in which ranks send them
