@@ -134,7 +134,7 @@ def race(world: World, task: dict[str, Any]) -> dict[str, list[float]]:
             one.step()
     weights = {name: one.weights() for name, one in found.items()}
     for name, mine in weights.items():
-        apart = max(float((a - b).abs().max()) for a, b in zip(mine, weights[THEIRS], strict=True))
+        apart = max(float((a - b).detach().abs().max()) for a, b in zip(mine, weights[THEIRS], strict=True))
         if apart > TOLERANCE:
             raise RuntimeError(f"{name}: weights are {apart:.1e} from those of torch")
         twin = weights[name.replace("gloo", "shm")] if name != THEIRS else mine
