@@ -61,7 +61,9 @@ class Rejoined:
 
     def in_backward(self, function: Callable[[], None]) -> None:
         """Call ``function`` in backward, when it comes to the last module that is here."""
-        *_, last = (m for m in self.module.modules() if any(p.numel() for p in m.parameters(recurse=False)))
+        everywhere = self.program.kind != "pipeline"  # though a rank's slice of a module may be empty
+        modules = list(self.module.modules())
+        *_, last = (m for m in modules if any(p.numel() or everywhere for p in m.parameters(recurse=False)))
         last.register_full_backward_pre_hook(lambda module, gradient: function())
 
     def leave(self) -> None:

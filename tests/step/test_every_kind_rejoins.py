@@ -205,7 +205,11 @@ def half_a_step(joined: Rejoined, rank: int, place: str, under_way: list[Iterato
     joined.optimizer.step()
 
 
-NO_EXCHANGE = {"replicated": ("update",), "pipeline": ("update", "undeclared")}
+# A plain optimizer steps what its rank has.
+NO_EXCHANGE = {
+    **dict.fromkeys(("replicated", "stage 2", "stage 3"), ("update",)),
+    "pipeline": ("update", "undeclared"),
+}
 
 
 def lose_rank(program: Program, meetings: Meetings, rank: int, backend: str, place: str) -> None:
