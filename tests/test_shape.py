@@ -94,7 +94,7 @@ BUDGET = {
     "shm": 2040,
     "state": 2165,
     "step": 2730,
-    "tensor": 1035,
+    "tensor": 1080,
     "timeline": 4935,
     "verify": 755,
 }

@@ -32,18 +32,20 @@ class TensorRanks:
 
     def __init__(self, boxes: BoxHome) -> None:
         self.boxes = boxes
-        self._compared: Mesh | None = None  # on which inputs were compared
+        self.slices: set[tuple[int, int]] = set()  # t, and T / t of a sequence that was cut
+        self._compared: tuple[Mesh, bool] | None = None  # on which mesh, and whether gradients were enabled
 
     def require_same(self, x: Tensor) -> None:
-        """Compare the input ``x`` of the first layer of a mesh's first forward. Collective then.
+        """Compare the input ``x`` of the first layer of a mesh's first forward, and of the first one with
+        gradients enabled. Collective then.
 
         Raises:
             Desync: ranks have other inputs; on all ranks.
         """
-        mesh = self.boxes.mesh
-        if self.size == 1 or self._compared is mesh:
+        mesh, trains = self.boxes.mesh, torch.is_grad_enabled()
+        if self.size == 1 or self._compared in [(mesh, trains), (mesh, True)]:
             return
-        self._compared = mesh
+        self._compared = mesh, trains
         by_rank = self.axis.group.all_gather_bytes(tensor_digest(x), "the comparison of inputs")
         if odd := [rank for rank, own in zip(self.axis.ranks, by_rank, strict=True) if own != by_rank[0]]:
             raise Desync(

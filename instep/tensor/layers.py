@@ -34,21 +34,20 @@ class _Column(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, layer: ColumnLinear) -> Tensor:
         ctx.layer, ctx.has_bias = layer, bias is not None
-        rows = layer.ranks.gather_slices(x) if layer.is_sequence else x
-        rows = rows.flatten(0, -2).contiguous()
+        rows = flat(layer.ranks.gather_slices(x) if layer.is_sequence else x)
         ctx.save_for_backward(x if layer.is_sequence else rows, w)  # a slice is gathered again
         y = products.times_rows(rows, w, layer.unit, layer.parts)
         if bias is not None:
             y.add_(bias)
-        return y.view(*layer.whole_shape(x), -1)
+        return y.view(*layer.whole_shape(x), len(w))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         layer, (x, w) = ctx.layer, ctx.saved_tensors
         shape = (*dy.shape[:-1], w.shape[1])
-        rows = layer.ranks.gather_slices(x).flatten(0, -2) if layer.is_sequence else x
-        dy = dy.flatten(0, -2).contiguous()
+        rows = flat(layer.ranks.gather_slices(x)) if layer.is_sequence else x
+        dy = flat(dy)
         dx = dw = db = None
         if ctx.needs_input_grad[1] or (ctx.has_bias and ctx.needs_input_grad[2]):
             dw, db = products.gradient_of_rows(dy, rows, layer.unit, layer.parts)
@@ -64,9 +63,9 @@ class _Row(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, layer: RowLinear) -> Tensor:
         ctx.layer, ctx.has_bias, ctx.shape = layer, bias is not None, x.shape
-        rows = x.flatten(0, -2).contiguous()
+        rows = flat(x)
         ctx.save_for_backward(rows, w)
-        own = products.sum_over_columns(rows, w, layer.unit).view(*x.shape[:-1], -1)
+        own = products.sum_over_columns(rows, w, layer.unit).view(*x.shape[:-1], len(w))
         y = layer.ranks.sum_slice(own) if layer.is_sequence else layer.ranks.sum(own)
         return y if bias is None else y.add_(bias)
 
@@ -76,11 +75,16 @@ class _Row(Function):
         layer, (rows, w) = ctx.layer, ctx.saved_tensors
         db = None
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            parts = (part.flatten(0, -2).sum(0) for part in layer.stretches(dy))
+            parts = (flat(part).sum(0) for part in layer.stretches(dy))
             db = layer.total(products.tree_sum(parts))
         whole = layer.ranks.gather_slices(dy) if layer.is_sequence else dy
-        dx, dw = products.gradient_of_columns(whole.flatten(0, -2).contiguous(), rows, w, layer.unit)
+        dx, dw = products.gradient_of_columns(flat(whole), rows, w, layer.unit)
         return dx.view(ctx.shape), dw, db, None
+
+
+def flat(x: Tensor) -> Tensor:
+    """The rows of ``x`` (..., K): (M, K), contiguous."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class TensorLayer(nn.Module):
@@ -99,6 +103,16 @@ class TensorLayer(nn.Module):
         if not self.is_sequence:
             return tuple(x.shape[:-1])
         return (x.shape[0], x.shape[1] * self.ranks.size, *x.shape[2:-1])
+
+    def require_slice(self, length: int) -> None:
+        """Raise ``ValueError`` if this rank has seen slices of the sequence, and none of ``length``."""
+        known = [tokens for size, tokens in self.ranks.slices if size == self.ranks.size]
+        if self.is_sequence and known and length not in known:
+            raise ValueError(
+                f"expected a slice of {known[-1]} tokens, got {length}: the plan has this layer between "
+                f"scatter and gather, {self}: leave a norm or dropout elsewhere out of the plan, and give "
+                "gather to a module that holds the layers with whole sequences"
+            )
 
     def stretches(self, x: Tensor) -> list[Tensor]:
         """``x`` (B, T, ...), all of the sequence or a slice, in stretches of a ``chunks``-th of it.
@@ -156,6 +170,7 @@ class ColumnLinear(TensorLayer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_sequence:
             self.ranks.require_same(x)
+        self.require_slice(x.shape[-2] if x.dim() > 1 else 1)
         y = cast(Tensor, _Column.apply(*autocast(x, self.weight, self.bias), self))
         return cast(Tensor, _Gather.apply(y, self)) if self.gathers_output else y
 
@@ -173,6 +188,11 @@ class RowLinear(TensorLayer):
         self.unit = unit
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"expected {self.weight.shape[1]} of {self.in_features} features for Row(), got "
+                f"{x.shape[-1]}: the plan has to cut the layer before by Column(), without gathers_output"
+            )
         return cast(Tensor, _Row.apply(*autocast(x, self.weight, self.bias), self))
 
 
@@ -238,6 +258,7 @@ class SequenceNorm(TensorLayer):
         self._parameters = norm._parameters  # one table: a parameter may be replaced in it
 
     def forward(self, x: Tensor) -> Tensor:
+        self.require_slice(x.shape[-2])
         return cast(Tensor, _Norm.apply(x, self, *self._parameters.values()))
 
 
@@ -279,6 +300,7 @@ class SequenceDropout(TensorLayer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x
+        self.require_slice(x.shape[-2])
         mask = F.dropout(x.new_ones(*self.whole_shape(x), x.shape[-1]), self.p)
         return x * (self.ranks.own_slice(mask) if self.is_sequence else mask)
 

@@ -61,6 +61,12 @@ class Column:
     gathers_output: bool = False
     is_vocabulary: bool = False
 
+    def __post_init__(self) -> None:
+        if self.parts > 1 and (self.gathers_output or self.is_vocabulary):
+            raise ValueError(
+                f"parts={self.parts} of fused layers with gathers_output or is_vocabulary: expected parts=1"
+            )
+
 
 @dataclass(frozen=True)
 class Row:
@@ -152,17 +158,20 @@ def shard(
             "sequence=True with a plan without scatter and gather: each rank would take all of its sequence "
             "for a slice. Give scatter to the module before the slices, and gather to the one after them"
         )
-    cuts: dict[str, Cut] = {}
+    by_name: dict[str, Cut] = {}
+    for name, style in styles.items():
+        found = _cuts(name, module.get_submodule(name), style, chunks)
+        by_name |= {f"{name}.{key}": cut for key, cut in found.items()}
     owners = dict(module.named_parameters(remove_duplicate=False))
     first_names = {id(p): name for name, p in reversed(list(owners.items()))}
-    for name, style in styles.items():
-        for key, cut in _cuts(name, module.get_submodule(name), style, chunks).items():
-            first = first_names[id(owners[f"{name}.{key}" if name else key])]
-            if cuts.setdefault(first, cut) != cut:
-                raise ValueError(
-                    f"parameter {first!r} is tied, and the plan cuts it as {cuts[first]} and as {cut}: untie "
-                    "it, or leave one of its layers out of the plan"
-                )
+    cuts = {first_names[id(owners[name])]: cut for name, cut in by_name.items()}
+    for name, p in owners.items():
+        first = first_names[id(p)]
+        if (cut := cuts.get(first)) != (own := by_name.get(name)):
+            raise ValueError(
+                f"parameter {first!r} is tied, and the plan cuts it as {cut}, but as {own or 'a whole'} in "
+                f"{name!r}: give both layers the same cut, leave both out of the plan, or untie them"
+            )
     if not homes(module.parameters()):  # else the first division has done it
         broadcast_values(module, mesh.world.group)
     ranks = TensorRanks(divide(module, mesh, cuts))
@@ -174,18 +183,22 @@ def shard(
 
 
 def _matched(module: nn.Module, plan: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
-    names = [name for name, _ in module.named_modules()]
     for pattern, style in plan.items():
         if not isinstance(style, Column | Row | Vocabulary | Sequence) and style not in (scatter, gather):
             raise TypeError(f"plan[{pattern!r}]: expected {STYLES}, got {style!r}")
-        found = [name for name in names if fnmatchcase(name, pattern)]
+        # A layer is replaced under each of its names, and scatter and gather hook a module once.
+        names = module.named_modules(remove_duplicate=isinstance(style, str))
+        found = [name for name, _ in names if name and fnmatchcase(name, pattern)]
         if not found:
-            raise ValueError(f"plan[{pattern!r}] matches no module: expected names as of named_modules()")
+            raise ValueError(f"plan[{pattern!r}] matches no module: expected names of its parts, as 'up'")
         yield from ((name, style) for name in found)
 
 
 def _cuts(name: str, layer: nn.Module, style: Style, chunks: int) -> dict[str, Cut]:
     """How ``style`` cuts the parameters of ``layer``, by their names in it."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    if hooks and not isinstance(style, str):
+        raise ValueError(f"{name} has hooks, which the layer in its place would not call: shard first")
     if isinstance(style, Column):
         linear = _of_kind(name, layer, style, nn.Linear)
         unit = _unit(name, linear.out_features, style.parts * chunks, whole=not style.is_vocabulary)
@@ -203,8 +216,12 @@ def _cuts(name: str, layer: nn.Module, style: Style, chunks: int) -> dict[str, C
                 f"{name}: an embedding with {special[0]} cannot be cut: leave it out of the plan"
             )
         return {"weight": Cut("tp", 0, _unit(name, table.num_embeddings, chunks, whole=False))}
-    if isinstance(style, Sequence) and not isinstance(layer, nn.Dropout) and not list(layer.parameters()):
-        raise ValueError(f"{name}: expected a norm or nn.Dropout for Sequence(), got {type(layer).__name__}")
+    is_norm = [*layer.parameters()] and not layer._modules and not layer._buffers
+    if isinstance(style, Sequence) and not isinstance(layer, nn.Dropout) and not is_norm:
+        raise ValueError(
+            f"{name}: expected a norm or nn.Dropout for Sequence(), got {type(layer).__name__}: a norm has "
+            "weights, but neither buffers nor modules"
+        )
     return {}
 
 
@@ -230,8 +247,6 @@ def _of_kind(name: str, layer: nn.Module, style: Style, kind: type[M]) -> M:
         raise ValueError(
             f"{name}: expected nn.{kind.__name__} for {type(style).__name__}(), got {type(layer).__name__}"
         )
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
-        raise ValueError(f"{name} has hooks, which the layer in its place would not call: shard first")
     return layer
 
 
@@ -240,6 +255,8 @@ def _apply(
 ) -> None:
     layer: Any = module.get_submodule(name)
     made: TensorLayer
+    if isinstance(layer, TensorLayer):  # in a module that has two names
+        return
     if isinstance(style, str):
         if is_sequence and style == scatter:
             layer.register_forward_hook(Hook(partial(_scatter, ranks, chunks)))
@@ -280,6 +297,7 @@ def _scatter(ranks: TensorRanks, chunks: int, _: nn.Module, __: Any, y: Tensor) 
             f"expected (B, T, D) with T a multiple of chunks({chunks}), got {tuple(y.shape)}: ranks have "
             "slices of the sequence; pad the sequence, or shard without sequence=True"
         )
+    ranks.slices.add((ranks.size, y.shape[1] // ranks.size))
     return ToSlices.apply(y, ranks)
 
 

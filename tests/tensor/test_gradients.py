@@ -29,8 +29,8 @@ EXACT, SINGLE, HALF = 1e-12, 2e-5, 5e-2  # in float64, float32, bfloat16: of the
 def expect_same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert ours.keys() == expected.keys()
     for name, gradient in ours.items():
-        error = (gradient.double() - expected[name].double()).norm() / expected[name].double().norm()
-        assert error <= tolerance, f"{name}: {error:.2e}"
+        error, norm = (gradient.double() - expected[name].double()).norm(), expected[name].double().norm()
+        assert error <= tolerance * norm, f"{name}: {error:.2e} of {norm:.2e}"
 
 
 def gradients_of_one(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
@@ -45,6 +45,12 @@ def gradients_of_one(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> 
 
 def mlp(*, bias: bool = True) -> nn.Module:
     return nn.Sequential(nn.Linear(24, 64, bias=bias), nn.GELU(), nn.Linear(64, 24, bias=bias))
+
+
+def shared() -> nn.Module:
+    """Both pairs of layers are the same objects."""
+    layers = [*mlp().children()]
+    return nn.Sequential(*layers, nn.Sequential(*layers))
 
 
 def token_table() -> nn.Module:
@@ -68,6 +74,13 @@ LAYERS: dict[str, tuple[Builder, Any, Tensor]] = {
     "without a bias": (lambda: mlp(bias=False), MLP, numbers(2, 8, 24, key="x")),
     "rows without a sequence": (mlp, MLP, numbers(6, 24, key="x")),
     "a sequence of odd length": (mlp, MLP, numbers(2, 7, 24, key="x")),
+    "one row": (mlp, MLP, numbers(24, key="x")),
+    "no rows": (mlp, MLP, numbers(0, 8, 24, key="x")),
+    "layers with two names": (
+        shared,
+        {**MLP, "3.0": tensor.Column(), "3.2": tensor.Row()},
+        numbers(2, 8, 24, key="x"),
+    ),
     "images of patches": (mlp, MLP, numbers(2, 8, 3, 24, key="x")),
     "a gathered column": (mlp, {"0": tensor.Column(gathers_output=True)}, numbers(2, 8, 24, key="x")),
     "a vocabulary of 37": (

@@ -33,6 +33,10 @@ class Net(nn.Module):
         self.conv = nn.Conv1d(32, 32, 1)
         self.hooked = nn.Linear(32, 64)
         self.hooked.register_forward_hook(lambda *_: None)
+        self.hooked_norm = nn.LayerNorm(32)
+        self.hooked_norm.register_forward_pre_hook(lambda *_: None)
+        self.statistics = nn.BatchNorm1d(32)
+        self.norms = nn.Sequential(nn.LayerNorm(32))
 
 
 COLUMN, ROW = tensor.Column(), tensor.Row()
@@ -52,7 +56,17 @@ PLANS: dict[str, tuple[Any, Any, str]] = {
         2,
         "parameter 'tokens.weight' is tied, and the plan cuts it as",
     ),
+    "tied, cut in one layer": ({"tokens": tensor.Vocabulary()}, 2, "but as a whole in 'tied.weight'"),
+    "tied, whole in the first layer": (
+        {"tied": COLUMN},
+        2,
+        "heads=0), but as a whole in 'tokens.weight'",
+    ),
+    "the module itself": ({"": COLUMN}, 2, "plan[''] matches no module"),
     "padding": ({"padded": tensor.Vocabulary()}, 2, "padded: an embedding with padding_idx cannot be cut"),
+    "hooks of a norm": ({"hooked_norm": tensor.Sequence()}, 2, "hooked_norm has hooks, which the layer in"),
+    "a norm with statistics": ({"statistics": tensor.Sequence()}, 2, "statistics: expected a norm or nn.D"),
+    "a module of norms": ({"norms": tensor.Sequence()}, 2, "norms: expected a norm or nn.Dropout for Sequ"),
     "no norm": ({"idle": tensor.Sequence()}, 2, "idle: expected a norm or nn.Dropout for Sequence()"),
 }
 
@@ -97,6 +111,19 @@ def cut_after_wrapping(mesh: Mesh) -> None:
         model.close()
 
 
+def norm_after_slices(mesh: Mesh) -> None:
+    net = filled(nn.Sequential(*mlp(), nn.LayerNorm(32)))
+    tensor.shard(net, mesh, {**SLICED, "4": tensor.Sequence()}, 2, sequence=True)
+    net(numbers(2, 4, 32, key="x"))
+
+
+def batches_after_evaluation(mesh: Mesh) -> None:
+    net = cut(mesh)
+    with torch.no_grad():
+        net(numbers(4, 32, key="x"))
+    net(numbers(4, 32, key=f"x of rank {mesh.rank}"))
+
+
 def cross_entropy(mesh: Mesh, **changes: Any) -> None:
     net = cut(mesh)
     layer: Any = net[1]
@@ -133,6 +160,19 @@ USES: dict[str, tuple[Callable[[Mesh], object], str]] = {
     "rows for slices": (
         lambda mesh: cut(mesh, sequence=True)(numbers(4, 32, key="x")),
         "expected (B, T, D) with T a multiple of chunks(2), got (4, 32)",
+    ),
+    "a norm after the slices": (norm_after_slices, "expected a slice of 2 tokens, got 4: the plan has"),
+    "a row of whole features": (
+        lambda mesh: tensor.shard(mlp(), mesh, {"2": ROW}, 2)(numbers(4, 32, key="x")),
+        "expected 32 of 64 features for Row(), got 64: the plan has to cut",
+    ),
+    "fused layers that are gathered": (
+        lambda mesh: tensor.Column(parts=3, gathers_output=True),
+        "parts=3 of fused layers with gathers_output or is_vocabulary: expected parts=1",
+    ),
+    "ranks with other batches after the same evaluation": (
+        batches_after_evaluation,
+        "rank 1 computes another batch than rank 0, and they share layers (tp)",
     ),
     "ranks with other batches": (
         lambda mesh: cut(mesh)(numbers(4, 32, key=f"x of rank {mesh.rank}")),
