@@ -19,7 +19,7 @@ from instep.reduce.buckets import Bucket, Bundle, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import Header
 from instep.replicate.comm_hook import CommHook
-from instep.state.boxes import is_cut
+from instep.state.boxes import boxes_of, is_cut
 from instep.state.elementwise import why_not_on_boxes
 from instep.step.reduction import ONE_GROUP, GradientGroups, Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
@@ -102,6 +102,10 @@ class Reducer(Reduction):
         for bucket in self.buckets:
             self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
         self._succeeded()
+        boxes = next(filter(None, map(boxes_of, self.parameters)), None)
+        if self.compares and boxes is not None:
+            boxes.require_same_gradients([*zip(self.names, self.parameters, strict=True)])
+        self.compares = False
         if self._next_order is not None:
             self._make_buckets(self._next_order)
 

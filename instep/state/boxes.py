@@ -43,6 +43,8 @@ from instep.state.homes import (
 )
 from instep.state.shards import Box, grid
 
+MAX_DIFFERENCE = 0.01  # of gradients that several ranks compute, relative to the sum of absolute values
+
 
 class Cut(NamedTuple):
     """How one parameter is cut: along ``dim``, over the mesh's axis ``axis``, in boxes of whole units.
@@ -223,6 +225,30 @@ class BoxHome(Home):
         cut = self.cut_of(parameter)
         return 1 if cut is None else self.mesh.along[cut.axis].size
 
+    def require_same_gradients(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Compare the gradients of parameters that ranks along tp or ep have whole, by sums. Collective.
+
+        Up to rounding: kernels of GPUs may add in any order.
+
+        Raises:
+            ValueError: ranks have other gradients; on all ranks.
+        """
+        for name, axis in self.mesh.along.items():
+            cuts = [(key, p, self.cut_of(p)) for key, p in named]
+            shared = [(key, p) for key, p, cut in cuts if cut is None or cut.axis != name]
+            if name not in ("tp", "ep") or axis.size == 1 or not shared:
+                continue
+            sums = torch.stack([_sums(p) for _, p in shared])
+            rows = axis.group.all_gather_bytes(bytes_of(sums), "the comparison of gradients")
+            every = torch.stack([tensor_of(row, torch.float64).view(-1, 2) for row in rows])
+            differs = (every.amax(0) - every.amin(0)).amax(1) > MAX_DIFFERENCE * every[..., 1].amax(0)
+            if odd := [key for (key, _), is_odd in zip(shared, differs.tolist(), strict=True) if is_odd]:
+                raise ValueError(
+                    f"the gradient of {', '.join(map(repr, odd[-3:]))} differs between ranks along {name}, "
+                    "which have all of the parameter: they compute it from their own features, tokens or "
+                    "batch. Cut the layer in the plan, freeze the parameter, or give the ranks the same batch"
+                )
+
     def loaded(self) -> None:
         self.has_values = True
 
@@ -263,6 +289,13 @@ class BoxHome(Home):
             load=whole.load,
             leave=optimizer.state.clear,
         )
+
+
+def _sums(parameter: Tensor) -> Tensor:
+    """The sum of the elements of a gradient, and that of their absolute values: (2,) float64."""
+    x = torch.zeros(1) if parameter.grad is None else parameter.grad
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return torch.stack([x.sum(dtype=torch.float64), x.abs().sum(dtype=torch.float64)]).cpu()
 
 
 class BoxGradients(GradientPeers):
@@ -307,11 +340,17 @@ class BoxGradients(GradientPeers):
         return self._living_home.mesh.along[self._axis].group
 
 
-def is_cut(parameter: Tensor) -> bool:
-    """Whether a rank along some axis has a part of ``parameter``, alone or in a pipeline."""
+def boxes_of(parameter: Tensor) -> BoxHome | None:
+    """The home of ``parameter``, alone or in a pipeline, if it has boxes."""
     there = home(parameter)
     boxes = there if isinstance(there, BoxHome) else None if there is None else there.boxes
-    return isinstance(boxes, BoxHome) and boxes.cut_of(parameter) is not None
+    return boxes if isinstance(boxes, BoxHome) else None
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether a rank along some axis has a part of ``parameter``, alone or in a pipeline."""
+    boxes = boxes_of(parameter)
+    return boxes is not None and boxes.cut_of(parameter) is not None
 
 
 def divide(module: nn.Module, mesh: Mesh, cuts: Mapping[str, Cut]) -> BoxHome:

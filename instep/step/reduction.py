@@ -127,6 +127,7 @@ class Reduction(ABC):
     """
 
     sharded = False  # every rank gets all of every gradient
+    compares = True  # in the first step, the gradients of ranks that share layers
     late_fix = "pass strategy='flat', which sends nothing before backward has ended"
     lost_fix = "close() the model and wrap model.module again, over the ranks that are left"
     changes: ClassVar[tuple[str, ...]] = (
@@ -142,6 +143,7 @@ class Reduction(ABC):
         "_unsteady",
         "_unused",
         "watch",
+        "compares",
     )
     exchange: OrderedAllReduce
     buckets: Sequence[Bundle]  # in the order of their exchanges

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,13 @@ class Gated(nn.Module):
         return self.down(self.up(x) * self.gate)
 
 
+GATED = {"up": tensor.Column(), "down": tensor.Row()}
+
+
 @world(2, tp=2)
 def test_verify_finds_a_parameter_between_columns_and_rows(mesh: Mesh) -> None:
     net = filled(Gated())
-    tensor.shard(net, mesh, {"up": tensor.Column(), "down": tensor.Row()}, chunks=2)
-    model = instep.DataParallel(net, mesh)
+    model = instep.DataParallel(tensor.shard(net, mesh, GATED, chunks=2), mesh)
     report = model.verify(numbers(4, 32, key="x"), lambda model, x: model(x).square().mean())
     assert [row.name for row in report.rows if not row.ok] == ["gate"]
 
@@ -89,6 +92,36 @@ def test_verify_finds_a_norm_between_slices_that_the_plan_leaves_out(mesh: Mesh)
         numbers(2, 4, 32, key="x"), lambda model, x: model(x).square().mean()
     )
     assert [row.name for row in report.rows if not row.ok] == ["1.weight", "1.bias"]
+
+
+def in_a_plain_loop(model: Any) -> None:
+    model(numbers(4, 32, key="x")).square().mean().backward()
+
+
+def in_a_declared_step(model: Any) -> None:
+    for _ in model.micro_batches(1):
+        in_a_plain_loop(model)
+
+
+@world(2, tp=2)
+@pytest.mark.parametrize("step", [in_a_plain_loop, in_a_declared_step])
+def test_the_first_step_refuses_a_parameter_that_gets_a_part_of_its_gradient(
+    mesh: Mesh, step: Callable[[Any], None]
+) -> None:
+    net = filled(Gated())
+    model = instep.DataParallel(tensor.shard(net, mesh, GATED, chunks=2), mesh)
+    with pytest.raises(ValueError, match="the gradient of 'gate' differs between ranks along tp, which have"):
+        step(model)
+
+
+@world(2, ep=2)
+def test_the_first_step_refuses_another_batch_whose_tokens_choose_the_same_experts(mesh: Mesh) -> None:
+    net = filled(nn.Sequential(nn.Linear(8, 32), instep.expert.MoE(32, 32, num_experts=2, top_k=1)))
+    layer: Any = net[1]
+    layer.balance_bias[0] = 2  # all tokens choose the first one
+    model = instep.DataParallel(instep.expert.shard(net, mesh), mesh)
+    with pytest.raises(ValueError, match=r"the gradient of .* differs between ranks along ep, which"):
+        model(numbers(4, 8, key=f"x of rank {mesh.rank}")).square().mean().backward()
 
 
 WAITING = threading.Event()
