@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from instep.expert.dispatch import from_rows, to_rows
 from instep.expert.routes import capacity_of, choose, make_routes
+from instep.hook import Hook
 from instep.memory import align_bytes
 from instep.mesh.mesh import Mesh
 from instep.state import boxes
@@ -266,4 +267,5 @@ def shard(module: nn.Module, mesh: Mesh) -> nn.Module:
     home = boxes.divide(module, mesh, dict.fromkeys(names, cut))
     for layer in layers.values():
         layer.home = home
+        layer.register_state_dict_post_hook(Hook(boxes.refuse_parts))
     return module

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -103,10 +103,15 @@ class BoxHome(Home):
         self.bind(mesh)
         settle(self)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a module whose layers ranks share cannot be copied or pickled: copy it before shard")
+
     def cut(self, cuts: Mapping[str, Cut]) -> None:
         """Cut parameters by name: each rank keeps its boxes."""
         named = dict(zip(self.names, self.parameters, strict=True))
         for name, cut in cuts.items():
+            if id(named[name]) in self._cuts:
+                raise ValueError(f"parameter {name!r} is cut already: shard a module once")
             cut.require_ranks(name, named[name].shape, self.mesh.along[cut.axis].size)
         for name, cut in cuts.items():
             self._cuts[id(named[name])] = cut
@@ -351,6 +356,17 @@ def is_cut(parameter: Tensor) -> bool:
     """Whether a rank along some axis has a part of ``parameter``, alone or in a pipeline."""
     boxes = boxes_of(parameter)
     return boxes is not None and boxes.cut_of(parameter) is not None
+
+
+def refuse_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook: a state dict of parts would be saved by one rank and be taken for the model."""
+    for key, p in module._parameters.items():
+        boxes = None if p is None else boxes_of(p)
+        if p is not None and boxes is not None and boxes.box_of(p) and state.get(prefix + key, p) is not p:
+            raise RuntimeError(
+                f"state_dict(): parameter {prefix + key!r} is this rank's part: all ranks together have "
+                "instep.full_state_dict(model), and instep.save writes each rank's part"
+            )
 
 
 def divide(module: nn.Module, mesh: Mesh, cuts: Mapping[str, Cut]) -> BoxHome:

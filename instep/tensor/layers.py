@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from instep.hook import Hook
+from instep.state.boxes import refuse_parts
 from instep.tensor import products
 from instep.tensor.exchange import TensorRanks
 
@@ -96,7 +97,7 @@ class TensorLayer(nn.Module):
     def __init__(self, ranks: TensorRanks, chunks: int, *, is_sequence: bool = False) -> None:
         super().__init__()
         self.ranks, self.chunks, self.is_sequence = ranks, chunks, is_sequence
-        self.register_state_dict_post_hook(Hook(_refuse_parts))
+        self.register_state_dict_post_hook(Hook(refuse_parts))
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
         """The shape of ``x`` without its features, with the whole sequence."""
@@ -331,16 +332,6 @@ class FromSlices(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return ctx.ranks.own_slice(dy), None
-
-
-def _refuse_parts(layer: TensorLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state dict of parts would be saved by one rank and be taken for the model."""
-    for key, p in layer._parameters.items():
-        if p is not None and layer.ranks.boxes.box_of(p) is not None and state.get(prefix + key, p) is not p:
-            raise RuntimeError(
-                f"state_dict(): parameter {prefix + key!r} is this rank's part: all ranks together have "
-                "instep.full_state_dict(model), and instep.save writes each rank's part"
-            )
 
 
 def own_rows(layer: ColumnLinear | VocabularyEmbedding) -> range:

@@ -210,6 +210,8 @@ def test_what_cannot_be_divided_is_refused(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"an instep.expert.MoE in it, got a Linear without"):
         shard(nn.Linear(2, 2), mesh)
     layer = shard(layer_of(4), mesh)
+    with pytest.raises(RuntimeError, match=r"'up' is this rank's part: .* instep.full_state_dict\(model\)"):
+        layer.state_dict()
     copied = MoE.__new__(MoE)
     copied.__dict__.update(layer.__getstate__())
     with pytest.raises(ValueError, match=r"has 2 of its 4 experts .* copy the model before"):

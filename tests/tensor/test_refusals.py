@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import instep
-from instep import tensor
+from instep import expert, tensor
 from instep.mesh.mesh import Mesh
 from tests.parity import filled, numbers
 from tests.world import world
@@ -218,6 +219,11 @@ USES: dict[str, tuple[Callable[[Mesh], object], str]] = {
         "the optimizer looks at whole parameters, and those of layers cut along tp or ep are parts",
     ),
     "a wrapper before the cut": (cut_after_wrapping, "belongs to a DataParallel already"),
+    "a copy": (lambda mesh: copy.deepcopy(cut(mesh)), "cannot be copied or pickled: copy it before shard"),
+    "experts that are cut twice": (
+        lambda mesh: expert.shard(expert.shard(expert.MoE(32, 32, 4), mesh), mesh),
+        "parameter 'up' is cut already: shard a module once",
+    ),
     "a state dict": (lambda mesh: cut(mesh).state_dict(), "full_state_dict"),
 }
 
