@@ -48,7 +48,7 @@ QUICK = ("collectives", "pipeline")
 def test_the_command_writes_its_rows_its_table_and_its_chart(command, tmp_path):
     words, columns, expected = COMMANDS[command]
     files = "--json a.json --csv a.csv --chart a.svg"
-    ended = instep("bench", command, *words.split(), *files.split(), cwd=tmp_path)
+    ended = instep("bench", command, *words.split(), *files.split(), cwd=tmp_path, timeout=300)
     assert ended.code == 0, ended.err
     found = json.loads((tmp_path / "a.json").read_text())
     assert [tuple(row[name] for name in columns) for row in found["rows"]] == expected

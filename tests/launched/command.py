@@ -62,10 +62,10 @@ def train(*args: object, cwd: Path) -> Ended:
     return instep("train", *args, cwd=cwd)
 
 
-def instep(*words: object, cwd: Path, first: str = "") -> Ended:
+def instep(*words: object, cwd: Path, first: str = "", timeout: float = PATIENCE_S) -> Ended:
     """``instep`` with ``words``, started warm: see ``ember``."""
     with started_warm(*words, cwd=cwd, first=first) as command:
-        out, err = command.communicate()
+        out, err = command.communicate(timeout)
     assert command.returncode is not None
     return Ended(command.returncode, out, err)
 
@@ -155,7 +155,8 @@ class _Ember:
                 yield command
             finally:
                 if command.returncode is None:
-                    command.send_signal(signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it did not end in time, and was killed
+                        command.send_signal(signal.SIGKILL)
                     command.communicate()
 
     def end(self) -> None:

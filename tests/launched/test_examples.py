@@ -13,7 +13,7 @@ from instep.launch.launch import launch
 from tests.launched.command import ROOT, events, instep, summary
 
 SHORTER = {
-    "gan.py": {"RECORD, BATCH, NOISE = 400,": "RECORD, BATCH, NOISE = 8,"},
+    "gan.py": {"STEPS, BATCH, NOISE = 400,": "STEPS, BATCH, NOISE = 8,"},
     "language.py": {"default=150": "default=12"},
     "vision.py": {"NUM_HELD_OUT = 4, 960, 200": "NUM_HELD_OUT = 2, 128, 20"},
 }
