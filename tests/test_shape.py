@@ -54,7 +54,8 @@ PURE = [
     "launch.output", "launch.process_memory", "launch.process_state", "comm.algorithms", "comm.cost",
     "net.messages", "comm.play", "reduce.tree", "pipeline.actions", "pipeline.check",
     "pipeline.closed_forms", "pipeline.communication", "pipeline.cuts", "pipeline.recorded",
-    "pipeline.schedules", "pipeline.simulate", "plan.memory_estimate", "data.length_groups", "data.order",
+    "pipeline.schedules", "pipeline.simulate", "plan.memory_estimate",
+    "plan.memory_table", "plan.model", "data.length_groups", "data.order",
     "data.sample_shards", "models.config", "checkpoint.manifest", "shard.layout", "timeline.advice",
     "timeline.breakdown", "timeline.bubbles", "timeline.bucket_times", "timeline.chrome_trace",
     "timeline.intervals", "timeline.palette", "timeline.profile_tables", "timeline.profiler",
@@ -62,7 +63,7 @@ PURE = [
     "verify.gradient_report", "record.compare", "record.directory", "record.jsonl", "record.shape",
     "record.step_lines", "record.summary", "run.health", "run.settings", "run.toml", "run.flags",
     "recipes.text_config", "bench.bandwidth", "bench.workloads", "bench.options", "cli.bench", "cli.doctor",
-    "cli.compare", "cli.convert", "cli.main", "cli.report", "cli.show", "cli.train",
+    "cli.compare", "cli.convert", "cli.main", "cli.plan", "cli.report", "cli.show", "cli.train",
 ]  # fmt: skip
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
@@ -70,7 +71,7 @@ BUDGET = {
     "": 975,
     "bench": 5785,
     "checkpoint": 4090,
-    "cli": 1040,
+    "cli": 1150,
     "comm": 1000,
     "data": 1195,
     "elastic": 2030,
@@ -83,7 +84,7 @@ BUDGET = {
     "net": 2870,
     "nn": 930,
     "pipeline": 4180,
-    "plan": 145,
+    "plan": 890,
     "recipes": 965,
     "record": 1840,
     "reduce": 2725,
@@ -133,7 +134,7 @@ WHAT_IS_TRAINED = ("instep.models", "instep.data", "instep.recipes")
 # Files of one name, and why: a command beside what it calls, or one idea in two folders, to be compared.
 SAME_NAME = {
     "buckets.py", "collectives.py", "compare.py", "convert.py", "doctor.py", "exchange.py", "layers.py",
-    "naive.py", "pipeline.py", "reducer.py", "report.py", "run.py",
+    "naive.py", "pipeline.py", "plan.py", "reducer.py", "report.py", "run.py",
 }  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""``instep plan WORD``: predictions by arithmetic, which imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from instep.cli.exit_codes import DONE, report_error
+from instep.plan import memory_table
+from instep.plan.memory_estimate import MemoryPlan
+from instep.plan.model import MODELS
+from instep.run import toml
+
+PROGRAM = "instep plan"
+DESCRIPTION = f"""\
+Plan a training run by arithmetic: no torch, no processes, answers at once.
+
+  instep plan memory [MODEL]    what each rank's memory holds, line by line, and how many ranks it takes
+
+MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel] and [device] have the flags as keys,
+or one of {", ".join(MODELS)}. Flags override it.
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(MemoryPlan):
+    """A memory plan as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+WORDS = {"memory": (MemoryFlags, memory_table)}
+
+
+def main(args: Sequence[str]) -> int:
+    """Answer what ``args`` ask; return the exit code."""
+    try:
+        word, rest = (args[0], list(args[1:])) if args else ("--help", [])
+        if word in ("-h", "--help"):
+            print(f"usage: {PROGRAM} {{{','.join(WORDS)}}} [MODEL] [OPTIONS]\n\n{DESCRIPTION}")
+            return DONE
+        if word not in WORDS:
+            raise ValueError(f"expected one of {', '.join(WORDS)}, got {word!r}")
+        kind, answer = WORDS[word]
+        options = parse(kind(), rest, f"{PROGRAM} {word}")
+        options.check()
+        lines = [json.dumps(answer.as_json(options), indent=1)] if options.json else answer.text(options)
+        print("\n".join(lines))
+        return DONE
+    except BrokenPipeError:  # the reader has seen enough
+        return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(PROGRAM, error)
+
+
+def parse(default: Any, args: Sequence[str], program: str) -> Any:
+    """``default`` with what MODEL and then the flags among ``args`` say.
+
+    Raises:
+        ValueError: a plan that makes no sense, with one that would.
+        SystemExit: 0 after ``--help``; 2 after a flag that does not exist, with the nearest that do.
+    """
+    if args and not args[0].startswith("-"):
+        default, args = _model(default, args[0]), args[1:]
+    return tyro.cli(type(default), prog=program, description=DESCRIPTION, args=list(args), default=default)
+
+
+def _model(default: Any, name: str) -> Any:
+    if name in MODELS:
+        return replace(default, model=MODELS[name])
+    path = Path(name)
+    if not path.exists():
+        raise ValueError(f"{name}: expected a file, or one of {', '.join(MODELS)}")
+    return toml.merge(default, _tables(path), str(path))
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """The nested tables of a TOML or YAML file."""
+    if path.suffix not in (".yaml", ".yml"):
+        return toml.load_toml(path)
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError:
+        raise ValueError(f"{path}: YAML needs the package pyyaml: install it, or write TOML") from None
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected tables, got {type(found).__name__}")
+    return found
