@@ -12,9 +12,12 @@ from typing import Any
 import tyro
 
 from instep.cli.exit_codes import DONE, report_error
-from instep.plan import memory_table
+from instep.plan import memory_table, step_table
+from instep.plan.cluster import CLUSTERS
 from instep.plan.memory_estimate import MemoryPlan
 from instep.plan.model import MODELS
+from instep.plan.step_table import ScalePlan
+from instep.plan.step_time import TimePlan
 from instep.run import toml
 
 PROGRAM = "instep plan"
@@ -22,9 +25,12 @@ DESCRIPTION = f"""\
 Plan a training run by arithmetic: no torch, no processes, answers at once.
 
   instep plan memory [MODEL]    what each rank's memory holds, line by line, and how many ranks it takes
+  instep plan step [MODEL]      the time of a step, simulated, and where it goes on each kind of rank
+  instep plan scale [MODEL]     the same on several numbers of ranks
 
-MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel] and [device] have the flags as keys,
-or one of {", ".join(MODELS)}. Flags override it.
+MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel], [device] and [cluster] have the
+flags as keys, or one of {", ".join(MODELS)}. For step and scale a second
+word, {" or ".join(CLUSTERS)}, sets the cluster. Flags override both.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
@@ -38,7 +44,27 @@ class MemoryFlags(MemoryPlan):
     """Print all numbers as JSON."""
 
 
-WORDS = {"memory": (MemoryFlags, memory_table)}
+@dataclass(frozen=True, kw_only=True)
+class StepFlags(TimePlan):
+    """A step as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleFlags(ScalePlan):
+    """A step on several numbers of ranks as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+WORDS = {
+    "memory": (MemoryFlags, memory_table),
+    "step": (StepFlags, step_table),
+    "scale": (ScaleFlags, step_table),
+}
 
 
 def main(args: Sequence[str]) -> int:
@@ -69,17 +95,20 @@ def parse(default: Any, args: Sequence[str], program: str) -> Any:
         ValueError: a plan that makes no sense, with one that would.
         SystemExit: 0 after ``--help``; 2 after a flag that does not exist, with the nearest that do.
     """
-    if args and not args[0].startswith("-"):
-        default, args = _model(default, args[0]), args[1:]
-    return tyro.cli(type(default), prog=program, description=DESCRIPTION, args=list(args), default=default)
+    args = list(args)
+    while args and not args[0].startswith("-"):
+        default = _preset(default, args.pop(0))
+    return tyro.cli(type(default), prog=program, description=DESCRIPTION, args=args, default=default)
 
 
-def _model(default: Any, name: str) -> Any:
+def _preset(default: Any, name: str) -> Any:
     if name in MODELS:
         return replace(default, model=MODELS[name])
+    if name in CLUSTERS and hasattr(default, "cluster"):
+        return replace(default, cluster=CLUSTERS[name])
     path = Path(name)
     if not path.exists():
-        raise ValueError(f"{name}: expected a file, or one of {', '.join(MODELS)}")
+        raise ValueError(f"{name}: expected a file, or one of {', '.join([*MODELS, *CLUSTERS])}")
     return toml.merge(default, _tables(path), str(path))
 
 

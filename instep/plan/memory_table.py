@@ -102,7 +102,8 @@ def verdict(plan: MemoryPlan, rank: RankMemory) -> str:
     words = f"does not fit a device of {plan.device.memory_gb:g} GB: {-left / GB:,.2f} GB are missing"
     kept = rank.of("activations", "recomputation", "constants")
     if kept < capacity and plan.parallel.stage < 3:
-        return f"{words}; share the state: pass --parallel.stage 3 and --parallel.shard, from the table below"
+        found = "--parallel.stage 3 and the --parallel.shard that instep plan memory finds"
+        return f"{words}; share the state: pass {found}"
     fixes = ["a smaller --batch.micro-size"] * (plan.batch.micro_size > 1)
     fixes += ["--model.checkpoint"] * (not plan.model.checkpoint)
     fixes += ["more ranks for each layer, --parallel.tp"]
