@@ -177,6 +177,8 @@ class Device:
     -1: a published figure."""
     communicator_mb: float = -1
     """MB of a communicator on the device; -1: from NCCL's defaults."""
+    snapshots: bool = False
+    """Whether a run on CPUs keeps two snapshots of weights and moments (instep train, instep run)."""
 
     def check(self) -> None:
         """Raise ``ValueError`` for what makes no sense, with what would."""
@@ -193,6 +195,7 @@ class Line(NamedTuple):
 
 
 STATE = ("parameters", "gradients", "master weights", "optimizer")
+KEPT = ("parameters", "master weights", "optimizer")  # from step to step
 
 
 @dataclass(frozen=True)
@@ -365,7 +368,7 @@ def _rank(
     lines = list(state_lines(recipe, plan.moments, size, parallel, named))
     lines += _buffer_lines(plan, blocks, each, rest, count)
     lines += _activation_lines(plan, flying)
-    lines += _constant_lines(plan)
+    lines += _constant_lines(plan, sum(line.num_bytes for line in lines if line.part in KEPT))
     return RankMemory(tuple(line for line in lines if line.num_bytes), model.num_parameters)
 
 
@@ -405,6 +408,9 @@ def _buffer_lines(plan: MemoryPlan, blocks: int, each: int, rest: int, count: in
     if parallel.stage >= 2 and parallel.shard > 1:
         gradient = -(-gradient // parallel.shard)
         yield Line("buffers", "gradients of 2 units on their way", staged)
+    elif parallel.data_ranks > 1 and plan.device.kind == "cpu":
+        there = gradient * (parallel.data_ranks - 1) // parallel.data_ranks
+        yield Line("buffers", "a rank's slice of the other ranks' gradients, in shared memory", there)
     elif parallel.data_ranks > 1:
         yield Line("buffers", "a bucket that is received", min(round(parallel.bucket_mb * MIB), gradient))
     sums = max(math.ceil(math.log2(count)), 1) - 1 if parallel.declared else 0
@@ -448,7 +454,7 @@ def _activation_lines(plan: MemoryPlan, flying: list[tuple[int, bool, int]]) -> 
         yield Line("recomputation", "one block, computed again in backward", round(whole * part))
 
 
-def _constant_lines(plan: MemoryPlan) -> Iterator[Line]:
+def _constant_lines(plan: MemoryPlan, snapshot: int) -> Iterator[Line]:
     """What is no tensor of the training.
 
     Sources: of a process, benchmarks/shard/README.md, column "before"; of context and kernels, the page
@@ -460,6 +466,7 @@ def _constant_lines(plan: MemoryPlan) -> Iterator[Line]:
     if device.kind == "cpu":
         size = 262 if device.context_mb < 0 else device.context_mb
         yield Line("constants", "process that has imported torch", round(size * 1e6))
+        yield Line("snapshots", "2 x weights and moments of rank 0", 2 * snapshot * device.snapshots)
         return
     size = 1343 if device.context_mb < 0 else device.context_mb
     yield Line("constants", "CUDA context and kernels", round(size * 1e6))

@@ -64,8 +64,8 @@ def text(plan: TimePlan) -> Iterator[str]:
         f"utilisation {found['model_flops_utilisation']:.1%} of {cluster.tflops:g} TFLOP/s"
     )
     yield (
-        f"assumed: products reach {cluster.efficiency:.0%} of the peak; a message takes {cluster.local_us:g} us "
-        f"+ bytes / {cluster.local_gb_per_s:g} GB/s in a host of {cluster.ranks_per_host}, "
+        f"assumed: products reach {cluster.efficiency:.0%} of the peak; a message takes {cluster.local_us:g} "
+        f"us + bytes / {cluster.local_gb_per_s:g} GB/s in a host of {cluster.ranks_per_host}, "
         f"{cluster.remote_us:g} us + bytes / {cluster.remote_gb_per_s:g} GB/s between hosts"
     )
     yield from parts_text(found["parts"])

@@ -47,11 +47,10 @@ from instep.plan.cluster import (
 )
 from instep.plan.memory_estimate import MIB, RECIPES, MemoryPlan, of_rank
 from instep.plan.model import Weights, block, embedding, head
-from instep.timeline.bubbles import UPDATE, WAIT
+from instep.timeline.bubbles import QUEUED, UPDATE, WAIT
 from instep.timeline.predict import pack
 
 NS = 1e9
-UPDATE_PASSES = 3  # of weights and moments: weights and moments are read and written, the gradient is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +126,14 @@ def _compute_s(plan: TimePlan) -> tuple[float, float]:
 
 def _update_s(plan: TimePlan, size: int) -> float:
     """Seconds in which the optimizer steps ``size`` parameters of a rank."""
+    return update_bytes(plan, size) / (plan.cluster.memory_gb_per_s * 1e9)
+
+
+def update_bytes(plan: TimePlan, size: int) -> float:
+    """Bytes through memory: the gradient is read, weights and moments are read and written."""
     recipe, parallel = RECIPES[plan.recipe], plan.parallel
     moved = recipe.gradient + 2 * ((recipe.master or recipe.weight) + plan.moments * recipe.moment)
-    return moved * size / (parallel.shard if parallel.stage else 1) / (plan.cluster.memory_gb_per_s * 1e9)
+    return moved * size / (parallel.shard if parallel.stage else 1)
 
 
 def _pieces(plan: TimePlan, lines: Sequence[Weights]) -> list[int]:
@@ -161,7 +165,7 @@ class _DataStep:
         self.all = cluster.group(parallel, "dp", "shard")
 
     def put(self, kind: int, lane: str, name: str, start: float, end: float, **more: int) -> None:
-        if end > start or name == STEP:
+        if end > start or name in (STEP, QUEUED):
             span = round(start * NS), round(end * NS)
             self.events.append(Event(self.ranks[kind], lane, name, *span, step=0, **more))
 
@@ -176,6 +180,8 @@ class _DataStep:
                 wait = max(its, self.net), max(ready)
                 self.put(kind, "communication", WAIT, *wait, bucket=bucket, peer=self.ranks[last])
             more = {"bytes": num_bytes, "bucket": bucket}
+            if name == "exchange":
+                self.put(kind, "communication", QUEUED, its, max(its, self.net), **more)
             self.put(kind, "communication", name, begin, begin + seconds, **more)
         self.net = begin + seconds
         return self.net

@@ -13,6 +13,7 @@ from instep.cli.exit_codes import DONE, USAGE
 from instep.cli.plan import main
 from instep.comm import direct, ring
 from instep.comm.cost import collective_cost
+from instep.events import PARAMETER_GATHER
 from instep.models.config import GPTConfig
 from instep.pipeline import closed_forms
 from instep.plan.cluster import (
@@ -161,7 +162,7 @@ def test_stages_send_what_the_paper_counts(stage: int) -> None:
     events = [event for event in step(plan).events if event.lane == "communication"]
     psi = 4 * MODEL.num_parameters
     exchanged = sum(event.bytes for event in events if event.name == "exchange")
-    gathered = sum(event.bytes for event in events if event.name != "exchange")
+    gathered = sum(event.bytes for event in events if event.name == PARAMETER_GATHER)
     # An all-reduce and a gather of weights; a scatter and a gather; a scatter and two gathers.
     assert exchanged == psi and gathered == {1: psi, 2: psi, 3: 2 * psi}[stage]
 
