@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import tyro
 
 from instep.cli.exit_codes import DONE, report_error
-from instep.plan import memory_table, run_check, step_table
+from instep.plan import memory_table, run_check, search, step_table
 from instep.plan.cluster import CLUSTERS
 from instep.plan.memory_estimate import MemoryPlan
 from instep.plan.model import MODELS
+from instep.plan.search import SearchPlan
 from instep.plan.step_table import ScalePlan
 from instep.plan.step_time import TimePlan
 from instep.record.directory import SUMMARY, config_of
@@ -29,10 +30,11 @@ Plan a training run by arithmetic: no torch, no processes, answers at once.
   instep plan memory [MODEL]    what each rank's memory holds, line by line, and how many ranks it takes
   instep plan step [MODEL]      the time of a step, simulated, and where it goes on each kind of rank
   instep plan scale [MODEL]     the same on several numbers of ranks
+  instep plan search [MODEL]    the placements that fit, fastest first, and why the others are slower
   instep plan check RUN...      runs beside their plans: step time and memory, planned and measured
 
 MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel], [device] and [cluster] have the
-flags as keys, or one of {", ".join(MODELS)}. For step and scale a second
+flags as keys, or one of {", ".join(MODELS)}. For step, scale and search a second
 word, {" or ".join(CLUSTERS)}, sets the cluster. Flags override both.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
@@ -64,6 +66,14 @@ class ScaleFlags(ScalePlan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchFlags(SearchPlan):
+    """A search as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckFlags:
     """Runs that have ended, and the one that calibrates their plans."""
 
@@ -85,6 +95,7 @@ WORDS = {
     "memory": (MemoryFlags, memory_table),
     "step": (StepFlags, step_table),
     "scale": (ScaleFlags, step_table),
+    "search": (SearchFlags, search),
 }
 
 

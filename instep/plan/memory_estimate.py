@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -186,6 +187,10 @@ class Device:
             raise ValueError(f"device.memory_gb: expected more than 0, got {self.memory_gb}")
 
 
+# Blocks of a stage, whether the output layer is in it, and how many micro-batches are under way there.
+Flying = list[tuple[int, bool, int]]
+
+
 class Line(NamedTuple):
     """``num_bytes`` of one rank for one purpose, and the arithmetic in words."""
 
@@ -304,15 +309,30 @@ def memory(plan: MemoryPlan) -> list[RankMemory]:
     count = plan.batch.accumulation(parallel)
     if parallel.pp == 1:
         return [_rank(plan, blocks, True, True, count, [(blocks, True, 1)])]
-    schedule = generate(parallel.schedule, parallel.pp, count, parallel.chunks or None)
-    edges = balanced([1] * blocks, schedule.num_stages)
-    sizes = [end - begin for begin, end in pairwise(edges)]
+    shown = count  # what is under way at once is the same from 4 micro-batches per rank on, but for gpipe
+    if parallel.schedule != "gpipe":
+        shown = min(count, 4 * parallel.pp + count % parallel.pp)
+    return [
+        _rank(plan, sum(sizes), first, last, count, flying)
+        for sizes, first, last, flying in _stages(
+            parallel.schedule, parallel.pp, shown, parallel.chunks or None, blocks
+        )
+    ]
+
+
+@cache
+def _stages(
+    name: str, pp: int, count: int, chunks: int | None, blocks: int
+) -> list[tuple[list[int], bool, bool, Flying]]:
+    """Of each rank of a pipeline: the blocks of its stages, whether it has the first and the last stage, and
+    what it keeps at its fullest moment."""
+    schedule = generate(name, pp, count, chunks)
+    sizes = [end - begin for begin, end in pairwise(balanced([1] * blocks, schedule.num_stages))]
     found = []
-    for rank in range(parallel.pp):
+    for rank in range(pp):
         own = [stage for stage, place in enumerate(schedule.stage_ranks) if place == rank]
-        first, last = 0 in own, schedule.num_stages - 1 in own
         flying = _in_flight(schedule, rank, sizes)
-        found.append(_rank(plan, sum(sizes[stage] for stage in own), first, last, count, flying))
+        found.append(([sizes[stage] for stage in own], 0 in own, schedule.num_stages - 1 in own, flying))
     return found
 
 
@@ -342,22 +362,22 @@ def smallest_shard(plan: MemoryPlan) -> int | None:
     return high
 
 
-def _in_flight(schedule: Schedule, rank: int, sizes: Sequence[int]) -> list[tuple[int, bool, int]]:
-    """(blocks, whether the output layer too, how many at once) of what a rank keeps at its fullest moment."""
-    held: dict[int, int] = dict.fromkeys(range(schedule.num_stages), 0)
-    most, fullest = -1, dict(held)
+def _in_flight(schedule: Schedule, rank: int, sizes: Sequence[int]) -> Flying:
+    """What a rank keeps when it keeps most blocks."""
+    held: dict[int, int] = {}
+    now = most = 0
+    fullest: dict[int, int] = {}
     for action in schedule.rows[rank]:
-        held[action.stage] += (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT_GRADIENT))
-        now = sum(count * sizes[stage] for stage, count in held.items())
+        change = (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT_GRADIENT))
+        held[action.stage] = held.get(action.stage, 0) + change
+        now += change * sizes[action.stage]
         if now > most:
             most, fullest = now, dict(held)
     last = schedule.num_stages - 1
     return [(sizes[stage], stage == last, count) for stage, count in fullest.items() if count]
 
 
-def _rank(
-    plan: MemoryPlan, blocks: int, first: bool, last: bool, count: int, flying: list[tuple[int, bool, int]]
-) -> RankMemory:
+def _rank(plan: MemoryPlan, blocks: int, first: bool, last: bool, count: int, flying: Flying) -> RankMemory:
     model, parallel = plan.model, plan.parallel
     ends = [*(embedding(model) if first else []), *(head(model) if last else [])]
     if last and not first and model.tied:
@@ -431,7 +451,7 @@ def block_bytes(plan: MemoryPlan) -> int:
     return kept_bytes(kept_by_block(plan.model, plan.tokens, converted=converted), plan)
 
 
-def _activation_lines(plan: MemoryPlan, flying: list[tuple[int, bool, int]]) -> Iterator[Line]:
+def _activation_lines(plan: MemoryPlan, flying: Flying) -> Iterator[Line]:
     model, parallel, recipe = plan.model, plan.parallel, RECIPES[plan.recipe]
     whole = each = block_bytes(plan)
     if model.checkpoint:

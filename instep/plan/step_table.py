@@ -8,7 +8,7 @@ from typing import Any
 
 from instep.plan.memory_estimate import largest
 from instep.plan.memory_table import GB, aligned, verdict
-from instep.plan.step_time import TimePlan, step, step_s, utilisation, with_ranks
+from instep.plan.step_time import TimePlan, step, step_s, tokens_per_s, utilisation, with_ranks
 from instep.timeline.breakdown import Parts, parts
 
 MOST_ROWS = 16  # of a table of ranks
@@ -42,7 +42,7 @@ def figures(plan: TimePlan) -> dict[str, Any]:
     return {
         "ranks": plan.parallel.world_size,
         "step_s": seconds,
-        "tokens_per_s": plan.tokens_per_step / seconds,
+        "tokens_per_s": tokens_per_s(plan, seconds),
         "model_flops_utilisation": utilisation(plan, seconds),
         "memory_bytes": memory.total,
         "fits": memory.total <= plan.device.memory_gb * GB,

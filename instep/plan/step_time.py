@@ -94,13 +94,18 @@ def step_s(timeline: Timeline) -> float:
     return max(event.duration_s for event in timeline.events if event.name == STEP)
 
 
+def tokens_per_s(plan: TimePlan, seconds: float) -> float:
+    """Of all ranks, if a step takes ``seconds``."""
+    return plan.tokens_per_step / seconds
+
+
 def utilisation(plan: TimePlan, seconds: float) -> float:
     """Model FLOPs utilisation: operations of forward and backward, over what the peak would do."""
     operations = step_flops(plan.model, plan.tokens_per_step)
     return operations / (seconds * plan.parallel.world_size * plan.cluster.tflops * 1e12)
 
 
-def _shared_s(plan: TimePlan) -> tuple[float, float]:
+def shared_s(plan: TimePlan) -> tuple[float, float]:
     """Seconds that one block's forward waits for the ranks along tp, and for those along ep."""
     parallel, cluster, recipe = plan.parallel, plan.cluster, RECIPES[plan.recipe]
     size = plan.tokens * plan.model.width * recipe.compute
@@ -113,7 +118,7 @@ def _shared_s(plan: TimePlan) -> tuple[float, float]:
     return tp_s, ep_s
 
 
-def _compute_s(plan: TimePlan) -> tuple[float, float]:
+def compute_s(plan: TimePlan) -> tuple[float, float]:
     """Seconds of the forward of a block, and of the output layer."""
     rate = plan.cluster.flops_per_s * plan.parallel.tp
     operations = block_flops(plan.model, plan.tokens, expert_load=plan.expert_load)
@@ -124,7 +129,7 @@ def _compute_s(plan: TimePlan) -> tuple[float, float]:
     return operations / rate, output_flops(plan.model, plan.tokens) / rate
 
 
-def _update_s(plan: TimePlan, size: int) -> float:
+def update_s(plan: TimePlan, size: int) -> float:
     """Seconds in which the optimizer steps ``size`` parameters of a rank."""
     return update_bytes(plan, size) / (plan.cluster.memory_gb_per_s * 1e9)
 
@@ -157,9 +162,9 @@ class _DataStep:
         self.events: list[Event] = []
         model = plan.model
         self.units = [embedding(model), *[block(model)] * model.layers, head(model)]
-        forward_s, output_s = _compute_s(plan)
+        forward_s, output_s = compute_s(plan)
         self.forward_s = [0.0, *[forward_s] * model.layers, output_s]
-        self.waits_s = _shared_s(plan)
+        self.waits_s = shared_s(plan)
         self.shard = cluster.group(parallel, "shard")
         self.replicas = cluster.group(parallel, "dp")
         self.all = cluster.group(parallel, "dp", "shard")
@@ -247,7 +252,7 @@ class _DataStep:
         for kind, now in enumerate(backward):
             end = max(now, self.net)
             self.put(kind, "host", GRADIENT_SYNC, now, end)
-            self.now[kind] = end + _update_s(plan, whole)
+            self.now[kind] = end + update_s(plan, whole)
             self.put(kind, "compute", UPDATE, end, self.now[kind])
         if parallel.stage in (1, 2) and parallel.shard > 1:
             self.spread(whole)
@@ -316,8 +321,8 @@ def _pipeline_step(plan: TimePlan) -> Timeline:
     parallel, cluster, model = plan.parallel, plan.cluster, plan.model
     schedule = generate(parallel.schedule, parallel.pp, plan.micro_batches, parallel.chunks or None)
     edges = balanced([1] * model.layers, schedule.num_stages)
-    forward_s, output_s = _compute_s(plan)
-    waits_s = sum(_shared_s(plan))
+    forward_s, output_s = compute_s(plan)
+    waits_s = sum(shared_s(plan))
     sizes = [end - begin for begin, end in pairwise(edges)]
     slow = [plan.slow_by if rank == 0 else 1.0 for rank in schedule.stage_ranks]
     each = [blocks * forward_s * by + blocks * waits_s for blocks, by in zip(sizes, slow, strict=True)]
@@ -349,7 +354,7 @@ def _pipeline_step(plan: TimePlan) -> Timeline:
             cluster, cluster.group(parallel, "dp", "shard"), whole * RECIPES[plan.recipe].gradient
         )
         synced = now + round(sync * NS)
-        ends[rank] = synced + round(_update_s(plan, whole) * NS)
+        ends[rank] = synced + round(update_s(plan, whole) * NS)
         if synced > now:
             events.append(Event(rank, "communication", "exchange", now, synced, step=0, bucket=0))
             events.append(Event(rank, "host", GRADIENT_SYNC, now, synced, step=0))
