@@ -91,7 +91,7 @@ BUDGET = {
     "reduce": 2725,
     "replicate": 1740,
     "rng": 410,
-    "run": 5170,
+    "run": 5185,
     "shard": 4190,
     "shm": 2040,
     "state": 2220,

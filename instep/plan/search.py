@@ -239,10 +239,8 @@ def _training_text(plan: SearchPlan, best: Candidate) -> Iterator[str]:
     if plan.rank_mtbf_years:
         from_memory = goodput(plan, best.step_s, in_memory=True)
         hours, minutes = plan.rank_mtbf_years * YEAR / plan.ranks / 3600, checkpoint_every_s(plan) / 60
-        yield (
-            f"a failure every {hours:.1f} hours: checkpoint every {minutes:.0f} minutes; goodput {share:.1%}, "
-            f"with recovery from memory {from_memory:.1%}"
-        )
+        words = f"checkpoint every {minutes:.0f} minutes; goodput {share:.1%}"
+        yield f"a failure every {hours:.1f} hours: {words}, with recovery from memory {from_memory:.1%}"
 
 
 def as_json(plan: SearchPlan) -> dict[str, Any]:
