@@ -19,6 +19,7 @@ from torch import nn
 import instep
 from instep.cli import show
 from instep.launch.launch import launch
+from instep.plan.step_time import TimePlan
 from instep.recipes import text_config
 from instep.run.toml import flatten
 
@@ -220,6 +221,7 @@ def test_every_flag_of_training_is_on_its_page_and_every_flag_on_a_page_is_one()
     settings = {name.replace("_", "-") for name, _, _ in flatten(text_config.default())} | {"model.preset"}
     told = PAGES["command"].read_text()
     assert [name for name in sorted(settings) if f"`--{name}`" not in told] == []
+    settings |= {name.replace("_", "-") for name, _, _ in flatten(TimePlan())}
     for path in PAGES.values():
         shown = {name.replace(".no-", ".") for name in FLAG.findall(path.read_text())}
         assert shown <= settings, path.name

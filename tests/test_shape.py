@@ -54,7 +54,9 @@ PURE = [
     "launch.output", "launch.process_memory", "launch.process_state", "comm.algorithms", "comm.cost",
     "net.messages", "comm.play", "reduce.tree", "pipeline.actions", "pipeline.check",
     "pipeline.closed_forms", "pipeline.communication", "pipeline.cuts", "pipeline.recorded",
-    "pipeline.schedules", "pipeline.simulate", "plan.memory_estimate", "data.length_groups", "data.order",
+    "pipeline.schedules", "pipeline.simulate", "plan.cluster", "plan.memory_estimate", "plan.memory_table",
+    "plan.model", "plan.run_check", "plan.search", "plan.step_table", "plan.step_time",
+    "data.length_groups", "data.order",
     "data.sample_shards", "models.config", "checkpoint.manifest", "shard.layout", "timeline.advice",
     "timeline.breakdown", "timeline.bubbles", "timeline.bucket_times", "timeline.chrome_trace",
     "timeline.intervals", "timeline.palette", "timeline.profile_tables", "timeline.profiler",
@@ -62,7 +64,7 @@ PURE = [
     "verify.gradient_report", "record.compare", "record.directory", "record.jsonl", "record.shape",
     "record.step_lines", "record.summary", "run.health", "run.settings", "run.toml", "run.flags",
     "recipes.text_config", "bench.bandwidth", "bench.workloads", "bench.options", "cli.bench", "cli.doctor",
-    "cli.compare", "cli.convert", "cli.main", "cli.report", "cli.show", "cli.train",
+    "cli.compare", "cli.convert", "cli.main", "cli.plan", "cli.report", "cli.show", "cli.train",
 ]  # fmt: skip
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
@@ -70,7 +72,7 @@ BUDGET = {
     "": 975,
     "bench": 5785,
     "checkpoint": 4090,
-    "cli": 1040,
+    "cli": 1240,
     "comm": 1000,
     "data": 1195,
     "elastic": 2030,
@@ -83,13 +85,13 @@ BUDGET = {
     "net": 2870,
     "nn": 930,
     "pipeline": 4180,
-    "plan": 145,
+    "plan": 2060,
     "recipes": 965,
     "record": 1840,
     "reduce": 2725,
     "replicate": 1740,
     "rng": 410,
-    "run": 5170,
+    "run": 5185,
     "shard": 4190,
     "shm": 2040,
     "state": 2220,
@@ -133,7 +135,7 @@ WHAT_IS_TRAINED = ("instep.models", "instep.data", "instep.recipes")
 # Files of one name, and why: a command beside what it calls, or one idea in two folders, to be compared.
 SAME_NAME = {
     "buckets.py", "collectives.py", "compare.py", "convert.py", "doctor.py", "exchange.py", "layers.py",
-    "naive.py", "pipeline.py", "reducer.py", "report.py", "run.py",
+    "naive.py", "pipeline.py", "plan.py", "reducer.py", "report.py", "run.py",
 }  # fmt: skip
 
 

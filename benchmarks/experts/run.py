@@ -31,7 +31,7 @@ from instep.mesh.mesh import Mesh, build
 from instep.models.config import GPTConfig
 from instep.models.transformer import GPT
 from instep.net.process_group import default_store, from_store
-from instep.plan.memory_estimate import formula
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.recipes import text_config
 from instep.record.directory import RECORD, SUMMARY
 from instep.record.jsonl import read_lines
@@ -115,11 +115,11 @@ def memory() -> list[dict[str, Any]]:
     rows = []
     for ep in (1, 2, 4):
         ranks = on_ranks(held, {"ep": ep}, ranks=max(ep, 2))
-        expected = formula(MODEL, MOMENTS, BATCH, ep=ep)
+        expected = largest(for_gpt(MODEL, BATCH, moments=MOMENTS, ep=ep))
         row: dict[str, Any] = {"ep": ep}
         for what in ranks[0]:
             most = max(rank[what] for rank in ranks)
-            row |= {f"{what}(MB)": most / 1e6, f"{what} / formula": round(most / expected[what], 3)}
+            row |= {f"{what}(MB)": most / 1e6, f"{what} / formula": round(most / expected.of(what), 3)}
         rows.append(row)
     return rows
 

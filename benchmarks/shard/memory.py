@@ -40,7 +40,7 @@ from instep.bench.worlds import World, on_ranks
 from instep.checkpoint.registered import Registered
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.models.config import GPTConfig, num_parameters
-from instep.plan.memory_estimate import formula
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.shard.unit import Unit
 from instep.state.hash import SharedHash
 from instep.state.homes import homes
@@ -154,9 +154,10 @@ def gathered(module: nn.Module) -> Iterator[list[int]]:
 def figures(model: GPTConfig, stage: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """In MB. Of a rank, that of the rank that has most."""
     ranks, size = len(found), FLOAT_BYTES * num_parameters(model)
-    said = formula(model, MOMENTS, 1, stage=stage, ranks=ranks)
+    place: dict[str, Any] = {"stage": stage, "shard": ranks} if stage else {}
+    said = largest(for_gpt(model, 1, moments=MOMENTS, **place))
     states = max(sum(each["held"][name] for name in STATES) for each in found)
-    expected = sum(said[name] for name in STATES)
+    expected = said.of(*STATES)
     if abs(states / expected - 1) > CLOSE:
         raise RuntimeError(f"stage {stage}, {ranks} ranks: expected {expected:,} bytes, got {states:,}")
     weights = sum(each["held"]["parameters"] for each in found)
@@ -167,7 +168,7 @@ def figures(model: GPTConfig, stage: int, found: Sequence[dict[str, Any]]) -> di
         "formula(MB)": expected / MEGABYTE,
         "x formula": f"{states / expected:.3f}",
         "gathered(MB)": max(each["gathered"] for each in found) / MEGABYTE,
-        "formula of gathered(MB)": said["gathered"] / MEGABYTE,
+        "formula of gathered(MB)": said.of("gathered") / MEGABYTE,
         "scratch(MB)": max(each["held"]["scratch"] for each in found) / MEGABYTE,
         **processes(found),
         "weights and moments, x one": f"{(weights + moments) / (size * (1 + MOMENTS)):.3f}",

@@ -40,7 +40,7 @@ from instep.mesh.mesh import Mesh, build
 from instep.models.config import PRESETS, GPTConfig, Preset
 from instep.models.transformer import GPT
 from instep.net.process_group import default_store, from_store
-from instep.plan.memory_estimate import formula
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.tensor import Column, Row, cross_entropy, gpt_plan, products, shard
 
 HERE = Path(__file__).parent
@@ -236,11 +236,11 @@ def memory() -> list[dict[str, Any]]:
     rows = []
     for tp, sequence in ((2, False), (2, True), (4, False), (4, True)):
         ranks = on_ranks(held, {"sequence": sequence}, ranks=tp)
-        expected = formula(MEMORY, MOMENTS, BATCH, tp=tp, sequence=sequence)
+        expected = largest(for_gpt(MEMORY, BATCH, moments=MOMENTS, tp=tp, sequence=sequence))
         row: dict[str, Any] = {"tp": tp, "sequence": "slices" if sequence else ""}
         for what in ranks[0]:
             most = max(rank[what] for rank in ranks)
-            row |= {f"{what}(MB)": most / 1e6, f"{what} / formula": round(most / expected[what], 3)}
+            row |= {f"{what}(MB)": most / 1e6, f"{what} / formula": round(most / expected.of(what), 3)}
         rows.append(row)
     return rows
 

@@ -27,7 +27,7 @@ from instep.bench.variants import Variant
 from instep.bench.workloads import Workload
 from instep.bench.worlds import BEGAN, on_ranks
 from instep.models.config import num_parameters
-from instep.plan.memory_estimate import activation_bytes, block_bytes
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.record.directory import SUMMARY
 from instep.record.display import follow
 from instep.record.jsonl import read_object
@@ -85,13 +85,12 @@ def row(
     one, config = SAVERS[name], replace(workload.config, checkpoint=SAVERS[name].checkpoint)
     autocast = one.autocast == "bf16"
     steps, ratio = results.steps(one.name), results.against(one.name, PLAIN.name)
-    kept = activation_bytes(config, workload.batch, autocast=autocast)
-    again = block_bytes(config, workload.batch, autocast=autocast) if one.checkpoint else 0
+    said = largest(for_gpt(config, workload.batch, autocast=autocast))
     return {
         "way": name,
         "activations(MB)": memory["activations(MB)"],
-        "formula(MB)": kept / MEGABYTE,
-        "a block again(MB)": again / MEGABYTE,
+        "formula(MB)": said.of("activations") / MEGABYTE,
+        "a block again(MB)": said.of("recomputation") / MEGABYTE,
         "peak(MB)": memory["peak(MB)"],
         "step(ms)": quantile(steps, 0.5) * MS,
         "q25(ms)": quantile(steps, 0.25) * MS,

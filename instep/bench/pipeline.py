@@ -45,7 +45,7 @@ from instep.pipeline.closed_forms import cost_s, is_exact
 from instep.pipeline.recorded import PipelineStep, recorded_actions
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import NS, StageTimes, bubble_rate, makespan_s, simulate
-from instep.plan.memory_estimate import activation_bytes
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.timeline.step_chart import side_by_side
 
 MS, MEGABYTE = 1e3, 1e6
@@ -325,7 +325,7 @@ def measure(options: PipelineOptions) -> PipelineResults:
     model = options.model
     require_memory(
         WEIGHTS_AND_GRADIENTS * len(options.names) * FLOAT_BYTES * num_parameters(model)
-        + activation_bytes(model, options.micro_size * options.counts[-1]),
+        + largest(for_gpt(model, options.micro_size * options.counts[-1])).of("activations"),
         ranks=options.ranks,
         fix="pass fewer --schedules, or a smaller --width, --layers or --micro-size",
     )

@@ -55,7 +55,7 @@ from instep.bench.worlds import World
 from instep.events import Event
 from instep.launch.process_memory import ResidentMemory, resident_memory, total_resident
 from instep.net.device import peak_bytes, synchronize
-from instep.plan.memory_estimate import formula
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.replicate.threads import ThreadedReplicas
 from instep.timeline.intervals import total_ns, union
 
@@ -234,22 +234,17 @@ def memory_columns(
     kept = [each["activations"] for each in needed if each["activations"] is not None]
     peaks = [each["on_gpu"] for each in needed if each.get("on_gpu") is not None]
     processes = [ResidentMemory(**each["resident"]) for each in needed if each["resident"]]
-    said = formula(
-        workload.config,
-        workload.num_moments,
-        workload.batch,
-        stage=one.stage,
-        ranks=len(needed),
-    )
+    place: dict[str, Any] = {"stage": one.stage, "shard": len(needed)} if one.stage else {}
+    said = largest(for_gpt(workload.config, workload.batch, moments=workload.num_moments, **place))
     purposes = {
         f"{purpose}(MB)": max((asdict(each)[purpose] for each in counts), default=None)
         for purpose in asdict(MemoryUsage())
     }
     found = {
         **purposes,
-        "formula(MB)": said["parameters"] + said["gradients"] + said["optimizer"],
+        "formula(MB)": said.state,
         "state(MB)": max((each.state for each in counts), default=None),
-        "gathered(MB)": said["gathered"],
+        "gathered(MB)": said.of("gathered"),
         "activations(MB)": max(kept, default=None),
         "peak(MB)": max(peaks or (each.peak for each in processes), default=None),
         "host(MB)": total_resident(processes) if processes else None,

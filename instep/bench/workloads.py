@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from instep.models.config import GPTConfig, num_parameters, preset
-from instep.plan.memory_estimate import activation_bytes
+from instep.plan.memory_estimate import for_gpt, largest
 
 TOKENS = 128
 VOCAB = 256  # bytes
@@ -119,10 +119,9 @@ class Workload:
 
     def rank_bytes(self, copies: float) -> float:
         """What a rank takes that holds ``copies`` as large as the weights, and the activations of a batch."""
-        kept = (
-            self.mlp.activation_bytes(self.batch) if self.mlp else activation_bytes(self.config, self.batch)
-        )
-        return copies * self.gradient_bytes + kept
+        if self.mlp:
+            return copies * self.gradient_bytes + self.mlp.activation_bytes(self.batch)
+        return copies * self.gradient_bytes + largest(for_gpt(self.config, self.batch)).of("activations")
 
 
 WORKLOADS = {

@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "show where the time of a run went, on a page, as traces, in words",
     "compare": "find the first step and parameter in which two runs differ, and the cause",
     "convert": "write the model of a checkpoint as files that other programs read",
+    "plan": "predict memory and time of a step, for any placement, before any rank starts",
     "doctor": "check this machine for problems; --verify proves the gradients",
 }
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -23,9 +23,10 @@ from typing import Any
 from instep.checkpoint.manifest import differences
 from instep.errors import CheckpointRejected, ContractBroken
 from instep.net.agree import on_first_rank
+from instep.plan.run_check import check, run_figures
 from instep.record import jsonl, summary
 from instep.record.compare import after
-from instep.record.directory import CHECKPOINTS, RECORD, SUMMARY
+from instep.record.directory import CHECKPOINTS, RECORD, SUMMARY, config_of
 from instep.record.display import Display
 from instep.record.loggers import Loggers
 from instep.record.step_lines import LINES, Made, is_of_another_contract, part_begins, starts, steps_recorded
@@ -339,8 +340,21 @@ class Generation:
         analysis = self._look([RankBreakdown.from_json(json.loads(each)) for each in told], first)
         folder.end(self.path, {**figures, "memory": memory, **analysis.figures()})
         shown = summary_lines(analysis.breakdowns, analysis.slow, analysis.advice, analysis.pipeline)
-        said = [("memory", words(memory)), *shown]
+        said = [
+            ("memory", words(memory)),
+            *shown,
+            *self._plan(figures | {"memory": memory} | analysis.figures()),
+        ]
         summary.show(figures, self.path, said, loss_unit=self.training.loss_unit)
+
+    def _plan(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """The run beside its plan; a run that is done does not fail for want of it."""
+        try:
+            found = run_figures(config_of(self.path), figures)
+            return [] if found is None else [("plan", check(found).words())]
+        except Exception as error:
+            print(f"no plan: {error!r}", file=sys.stderr)
+            return []
 
     def _look(self, breakdowns: Sequence[RankBreakdown], first: int) -> Analysis:
         """Where the time went after step ``first``; a run that is done does not fail for want of it."""

@@ -54,6 +54,7 @@ class Analysis:
         """For ``summary.json``."""
         found = {
             "breakdown": [row.to_json() for row in self.breakdowns],
+            "buckets": [asdict(row) for row in self.buckets],
             "slow_rank": None if self.slow is None else asdict(self.slow),
             "advice": [asdict(advice) for advice in self.advice],
         }

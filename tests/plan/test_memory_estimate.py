@@ -11,7 +11,7 @@ from instep.bench.memory_usage import memory_usage
 from instep.bench.saved_bytes import saved_beside
 from instep.models.config import GPTConfig, num_parameters
 from instep.models.transformer import GPT
-from instep.plan.memory_estimate import activation_bytes, formula
+from instep.plan.memory_estimate import for_gpt, largest
 from instep.recipes.text import losses_of, optimizer_class, parameter_groups
 from instep.recipes.text_config import OptimConfig, tiny
 
@@ -42,8 +42,8 @@ def test_activations_are_as_many_as_the_formula_says(
     with saved.watch():
         loss = losses_of(module, module, windows, config, CPU).mean()
     assert loss.requires_grad  # its graph is there, and all it keeps
-    said = activation_bytes(model, micro_size, autocast=autocast == "bf16")
-    assert said == pytest.approx(saved.nbytes, rel=0.04)
+    said = largest(for_gpt(model, micro_size, autocast=autocast == "bf16"))
+    assert said.of("activations") == pytest.approx(saved.nbytes, rel=0.04)
 
 
 OPTIMS = {  # and how many floats per parameter each keeps
@@ -62,11 +62,11 @@ def test_state_takes_16_12_or_8_bytes_per_parameter(each: int) -> None:
     optimizer = kind(groups, **options)
     losses_of(module, module, windows, tiny(), CPU).mean().backward()
     optimizer.step()
-    said = formula(SMALL, num_moments, micro_size=1)
-    assert said["bytes_per_parameter"] == each
+    said = largest(for_gpt(SMALL, 1, moments=num_moments))
+    assert said.bytes_per_parameter == each
     assert memory_usage(module, optimizer).state == pytest.approx(each * num_parameters(SMALL), rel=0.001)
     for name in ("parameters", "gradients", "optimizer"):
-        assert getattr(memory_usage(module, optimizer), name) == pytest.approx(said[name], rel=0.001)
+        assert getattr(memory_usage(module, optimizer), name) == pytest.approx(said.of(name), rel=0.001)
 
 
 STAGES = {
@@ -77,10 +77,9 @@ STAGES = {
 
 @pytest.mark.parametrize(("stage", "ranks"), STAGES)
 def test_each_stage_divides_what_the_paper_says_it_divides(stage: int, ranks: int) -> None:
-    said = formula(SMALL, 2, micro_size=1, stage=stage, ranks=ranks)
-    assert said["bytes_per_parameter"] == STAGES[stage, ranks]
-    state = said["parameters"] + said["gradients"] + said["optimizer"]
-    assert state == pytest.approx(STAGES[stage, ranks] * num_parameters(SMALL), abs=3)
+    said = largest(for_gpt(SMALL, 1, stage=stage, **({"shard": ranks} if stage else {"dp": ranks})))
+    assert said.bytes_per_parameter == STAGES[stage, ranks]
+    assert said.state == pytest.approx(STAGES[stage, ranks] * num_parameters(SMALL), abs=3)
 
 
 def test_two_blocks_and_what_is_in_no_block_are_gathered_at_a_time() -> None:
@@ -88,5 +87,5 @@ def test_two_blocks_and_what_is_in_no_block_are_gathered_at_a_time() -> None:
         p.numel() for name, p in GPT(SMALL).named_parameters() if name.startswith(("blocks.0", "blocks.1"))
     ]
     rest = [p.numel() for name, p in GPT(SMALL).named_parameters() if not name.startswith("blocks.")]
-    assert formula(SMALL, 2, micro_size=1, stage=3, ranks=2)["gathered"] == 4 * (sum(blocks) + sum(rest))
-    assert formula(SMALL, 2, micro_size=1, stage=2, ranks=2)["gathered"] == 0
+    assert largest(for_gpt(SMALL, 1, stage=3, shard=2)).of("gathered") == 4 * (sum(blocks) + sum(rest))
+    assert largest(for_gpt(SMALL, 1, stage=2, shard=2)).of("gathered") == 0

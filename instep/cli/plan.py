@@ -1,0 +1,187 @@
+"""``instep plan WORD``: predictions by arithmetic, which imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from instep.cli.exit_codes import DONE, report_error
+from instep.plan import memory_table, run_check, search, step_table
+from instep.plan.cluster import CLUSTERS
+from instep.plan.memory_estimate import MemoryPlan
+from instep.plan.model import MODELS
+from instep.plan.search import SearchPlan
+from instep.plan.step_table import ScalePlan
+from instep.plan.step_time import TimePlan
+from instep.record.directory import SUMMARY, config_of
+from instep.record.jsonl import read_object
+from instep.run import toml
+
+PROGRAM = "instep plan"
+DESCRIPTION = f"""\
+Plan a training run by arithmetic: no torch, no processes, answers at once.
+
+  instep plan memory [MODEL]    what each rank's memory holds, line by line, and how many ranks it takes
+  instep plan step [MODEL]      the time of a step, simulated, and where it goes on each kind of rank
+  instep plan scale [MODEL]     the same on several numbers of ranks
+  instep plan search [MODEL]    the placements that fit, fastest first, and why the others are slower
+  instep plan check RUN...      runs beside their plans: step time and memory, planned and measured
+
+MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel], [device] and [cluster] have the
+flags as keys, or one of {", ".join(MODELS)}. For step, scale and search a second
+word, {" or ".join(CLUSTERS)}, sets the cluster. Flags override both.
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(MemoryPlan):
+    """A memory plan as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlags(TimePlan):
+    """A step as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleFlags(ScalePlan):
+    """A step on several numbers of ranks as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFlags(SearchPlan):
+    """A search as flags."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckFlags:
+    """Runs that have ended, and the one that calibrates their plans."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Directories of runs."""
+    base: Path | None = None
+    """Calibrate by this run; without it each run calibrates its own plan."""
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+CHECK = "check"
+CHECK_DESCRIPTION = """\
+Compare runs with their plans: step time and memory, planned and measured.
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
+WORDS = {
+    "memory": (MemoryFlags, memory_table),
+    "step": (StepFlags, step_table),
+    "scale": (ScaleFlags, step_table),
+    "search": (SearchFlags, search),
+}
+
+
+def main(args: Sequence[str]) -> int:
+    """Answer what ``args`` ask; return the exit code."""
+    try:
+        word, rest = (args[0], list(args[1:])) if args else ("--help", [])
+        if word in ("-h", "--help"):
+            print(f"usage: {PROGRAM} {{{','.join((*WORDS, CHECK))}}} [OPTIONS]\n\n{DESCRIPTION}")
+            return DONE
+        if word not in (*WORDS, CHECK):
+            raise ValueError(f"expected one of {', '.join((*WORDS, CHECK))}, got {word!r}")
+        if word == CHECK:
+            return check_runs(rest)
+        kind, answer = WORDS[word]
+        options = parse(kind(), rest, f"{PROGRAM} {word}")
+        options.check()
+        lines = [json.dumps(answer.as_json(options), indent=1)] if options.json else answer.text(options)
+        print("\n".join(lines))
+        return DONE
+    except BrokenPipeError:  # the reader has seen enough
+        return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(PROGRAM, error)
+
+
+def check_runs(args: Sequence[str]) -> int:
+    """Print the runs that ``args`` name beside their plans."""
+    options = tyro.cli(CheckFlags, prog=f"{PROGRAM} {CHECK}", description=CHECK_DESCRIPTION, args=list(args))
+    base = None if options.base is None else _figures(options.base)
+    found = {path: run_check.check(_figures(path), base) for path in options.runs}
+    lines = run_check.table(found)
+    if options.json:
+        lines = iter([json.dumps({str(path): asdict(one) for path, one in found.items()}, indent=1)])
+    print("\n".join(lines))
+    return DONE
+
+
+def _figures(path: Path) -> run_check.RunFigures:
+    """What the run in ``path`` tells.
+
+    Raises:
+        ValueError: it is no run that has ended, or no step of it was looked at.
+    """
+    found = run_check.run_figures(config_of(path), read_object(path / SUMMARY))
+    if found is None:
+        raise ValueError(f"{path}: expected the directory of a run that has ended and kept its trace")
+    return found
+
+
+def parse(default: Any, args: Sequence[str], program: str) -> Any:
+    """``default`` with what MODEL and then the flags among ``args`` say.
+
+    Raises:
+        ValueError: a plan that makes no sense, with one that would.
+        SystemExit: 0 after ``--help``; 2 after a flag that does not exist, with the nearest that do.
+    """
+    args = list(args)
+    while args and not args[0].startswith("-"):
+        default = _preset(default, args.pop(0))
+    return tyro.cli(type(default), prog=program, description=DESCRIPTION, args=args, default=default)
+
+
+def _preset(default: Any, name: str) -> Any:
+    if name in MODELS:
+        return replace(default, model=MODELS[name])
+    if name in CLUSTERS and hasattr(default, "cluster"):
+        return replace(default, cluster=CLUSTERS[name])
+    path = Path(name)
+    if not path.exists():
+        raise ValueError(f"{name}: expected a file, or one of {', '.join([*MODELS, *CLUSTERS])}")
+    return toml.merge(default, _tables(path), str(path))
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """The nested tables of a TOML or YAML file."""
+    if path.suffix not in (".yaml", ".yml"):
+        return toml.load_toml(path)
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError:
+        raise ValueError(f"{path}: YAML needs the package pyyaml: install it, or write TOML") from None
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected tables, got {type(found).__name__}")
+    return found

@@ -1,0 +1,209 @@
+"""A run beside its plan: step time and memory as planned, as measured, and the error.
+
+    own time    forward and backward, update, Python: as fast as in the run that calibrates the plan
+    exchange    a latency and a time per byte, fitted to that run's buckets
+    step        own time and exchange, simulated in the placement of the run that is checked
+    memory      by formula, with a process that trains, and snapshots
+
+A run that calibrates its own plan checks the simulation alone: how compute and exchange overlap. Another
+run as ``base``, of another strategy, number of ranks or model, makes it a prediction.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from instep.comm.cost import AlphaBeta
+from instep.events import EXPERT_DISPATCH, GRADIENT_SYNC, PARAMETER_GATHER, PARAMETER_UPDATE, TENSOR_PARALLEL
+from instep.models.config import GPTConfig
+from instep.plan.cluster import Cluster, step_flops
+from instep.plan.memory_estimate import Batch, Device, Placement, largest
+from instep.plan.memory_table import GB, aligned
+from instep.plan.model import gpt
+from instep.plan.step_time import TimePlan, step, step_s, update_bytes
+from instep.timeline.breakdown import COMPUTE, UPDATE, RankBreakdown
+from instep.timeline.bucket_times import BucketRow
+from instep.timeline.predict import busy_share, exposed_s, fit_buckets
+
+RUN_MB = 335  # of a process of ``instep train`` whose model is next to nothing; measured, torch 2.13 for CPUs
+MODELLED = (GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER, TENSOR_PARALLEL, EXPERT_DISPATCH)
+RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run directory tells of a run that has ended."""
+
+    plan: TimePlan | None  # None: a script's model is not known
+    breakdowns: Sequence[RankBreakdown]
+    buckets: Sequence[BucketRow]
+    overlaps: bool
+    memory_bytes: int | None  # of the rank that took most
+
+    @property
+    def step_s(self) -> float:
+        """Of the mean step, on average over the ranks."""
+        return fmean(row.wall_s for row in self.breakdowns)
+
+    @property
+    def own_s(self) -> float:
+        """Of the step, without the exchanges that a plan predicts."""
+        found = [row.wall_s - sum(row.causes.get(name, 0.0) for name in MODELLED) for row in self.breakdowns]
+        return fmean(found)
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """Seconds and bytes, planned and measured; None: not known."""
+
+    planned_s: float
+    measured_s: float
+    planned_bytes: int | None
+    measured_bytes: int | None
+
+    def words(self) -> str:
+        """One line."""
+        text = f"step {self.planned_s * 1e3:,.1f} ms planned, {self.measured_s * 1e3:,.1f} ms measured"
+        text += f" ({_error(self.planned_s, self.measured_s)})"
+        if self.planned_bytes and self.measured_bytes:
+            planned, measured = self.planned_bytes / 1e6, self.measured_bytes / 1e6
+            text += f"; memory of a rank {planned:,.0f} MB planned, {measured:,.0f} MB measured"
+            text += f" ({_error(planned, measured)})"
+        return text
+
+
+def _error(planned: float, measured: float) -> str:
+    return f"{planned / measured - 1:+.1%}"
+
+
+def run_figures(config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunFigures | None:
+    """From the tables of ``config.toml`` and ``summary.json``; None where no step was looked at.
+
+    Raises:
+        ValueError: the figures are not those of a run.
+    """
+    try:
+        breakdowns = [RankBreakdown.from_json(row) for row in summary.get("breakdown") or ()]
+        ranks = summary["memory"]["ranks"] if "memory" in summary else []
+        taken = [row["gpu_peak"] or row["resident_peak"] for row in ranks]
+        buckets = [BucketRow(**row) for row in summary.get("buckets") or ()]
+        plan = _plan(config, summary) if "model" in config else None
+        overlaps = summary["strategy"] in ("overlap", "bucketed")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the summary is not that of a run: {error!r}") from None
+    breakdowns = [row for row in breakdowns if row.steps]
+    memory = max(taken) if taken and None not in taken else None
+    return RunFigures(plan, breakdowns, buckets, overlaps, memory) if breakdowns else None
+
+
+def _plan(config: Mapping[str, Any], summary: Mapping[str, Any]) -> TimePlan:
+    """The plan of a run of ``instep train``, on hardware that is not known yet."""
+    names = {item.name for item in fields(GPTConfig)}
+    model = GPTConfig(**{name: value for name, value in config["model"].items() if name in names})
+    where, batch, optim = summary["parallel"], config["batch"], config["optim"]
+    known = {name: where[name] for name in ("shard", "tp", "ep", "pp", "bucket_mb")}
+    known |= {"stage": where["shard_stage"], "schedule": where["schedule"] or "1f1b"}
+    data_ranks = summary["world_size"] // (where["tp"] * where["ep"] * where["pp"])
+    if known["stage"] and known["shard"] == 1:  # the stage divides among all data-parallel ranks
+        known["shard"] = data_ranks
+    known["dp"] = data_ranks // known["shard"]
+    known["sequence"] = bool(config["parallel"].get("sequence"))
+    micro, whole = batch["micro_size"], batch["global_size"]
+    each = micro * data_ranks
+    moments = 2 if optim["name"] == "adamw" else int(optim.get("momentum", 0) > 0)
+    return TimePlan(
+        model=gpt(model),
+        # Ranks that do not divide the batch: the one with most micro-batches decides.
+        batch=Batch(global_size=-(-whole // each) * each, micro_size=micro),
+        parallel=Placement(**known),
+        device=Device(kind="cpu", context_mb=RUN_MB, snapshots=True),
+        recipe="autocast" if config.get("autocast") == "bf16" else "float32",
+        moments=moments,
+        strategy=summary["strategy"],
+    )
+
+
+def check(run: RunFigures, base: RunFigures | None = None) -> PlanCheck:
+    """The plan of ``run``, calibrated by ``base`` or by itself, beside what it measured.
+
+    Raises:
+        ValueError: one of the two is a script, whose model is not known.
+    """
+    planned = None if run.plan is None else largest(run.plan).total
+    measured = (run.step_s, planned, run.memory_bytes)
+    if base is None and (run.plan is None or run.plan.parallel.pp > 1):
+        return PlanCheck(run.own_s + _exchange_s(run), *measured)
+    base = base or run
+    if run.plan is None or base.plan is None:
+        raise ValueError("expected runs of instep train: the model of a script is not known")
+    plan, other_s = calibrated(run.plan, base)
+    return PlanCheck(step_s(step(plan)) + other_s, *measured)
+
+
+def _exchange_s(run: RunFigures) -> float:
+    """What a run's step waits for its own buckets, by their fitted cost."""
+    rows = [row for row in run.buckets if row.flight_ms > 0]
+    if not rows:
+        return sum(fmean(row.causes.get(name, 0.0) for row in run.breakdowns) for name in MODELLED)
+    cost, ready = fit_buckets(rows), [max(row.ready_ms.values(), default=0.0) / 1e3 for row in rows]
+    ready = ready if run.overlaps else [max(ready)] * len(ready)
+    return exposed_s(ready, [cost.time_s(row.bytes) for row in rows], max(ready))
+
+
+def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
+    """``plan`` on hardware as fast as that of ``base``, and the seconds of Python in its step.
+
+    Those are in proportion to the micro-batches of a rank.
+    """
+    assert base.plan is not None
+    seen, rows = base.plan, base.breakdowns
+    compute_s, update_s = (fmean(row.parts[part] for row in rows) for part in (COMPUTE, UPDATE))
+    recomputed = seen.model.checkpoint
+    operations = step_flops(seen.model, seen.tokens * seen.micro_batches, recomputed=recomputed)
+    shared = seen.parallel.tp * seen.parallel.ep * seen.parallel.pp
+    modelled_s = fmean(sum(row.causes.get(name, 0.0) for name in MODELLED) for row in rows)
+    other_s = max(base.step_s - compute_s - update_s - modelled_s, 0.0)
+    ranks = plan.parallel.world_size
+    link = _link(base)
+    cluster = Cluster(
+        tflops=operations / shared / compute_s / 1e12,
+        efficiency=1.0,
+        memory_gb_per_s=update_bytes(seen, seen.model.num_parameters // shared) / max(update_s, 1e-9) / GB,
+        ranks_per_host=RANKS,
+        local_us=link.latency_s * 1e6,
+        local_gb_per_s=1e-9 / max(link.s_per_byte, 1e-15),
+        busy=busy_share(ranks, 1, os.cpu_count() or 1),
+    )
+    return replace(plan, cluster=cluster), other_s * plan.micro_batches / seen.micro_batches
+
+
+def _link(base: RunFigures) -> AlphaBeta:
+    """A message between two ranks, from the cost of whole buckets; nothing on one rank."""
+    rows = [row for row in base.buckets if row.flight_ms > 0]
+    assert base.plan is not None
+    size = base.plan.parallel.data_ranks
+    if not rows or size == 1:
+        return AlphaBeta(0.0, 0.0)
+    cost = fit_buckets(rows)  # of 2 (W-1) + 1 messages and 2 (W-1)/W S bytes
+    return AlphaBeta(cost.latency_s / (2 * size - 1), cost.s_per_byte * size / (2 * (size - 1)))
+
+
+def table(checks: Mapping[Path, PlanCheck]) -> Iterator[str]:
+    """A line per run, and the errors of all of them."""
+    rows = [["run", "planned ms", "measured ms", "error", "planned MB", "measured MB", "error"]]
+    for path, one in checks.items():
+        cells = [f"{one.planned_s * 1e3:,.1f}", f"{one.measured_s * 1e3:,.1f}"]
+        cells.append(_error(one.planned_s, one.measured_s))
+        if one.planned_bytes and one.measured_bytes:
+            cells += [f"{one.planned_bytes / 1e6:,.0f}", f"{one.measured_bytes / 1e6:,.0f}"]
+            cells.append(_error(one.planned_bytes, one.measured_bytes))
+        rows.append([str(path), *cells, *[""] * (6 - len(cells))])
+    yield from aligned(rows, 1)
+    if len(checks) > 1:
+        errors = [abs(one.planned_s / one.measured_s - 1) for one in checks.values()]
+        yield f"error of the step time: median {median(errors):.1%}, worst {max(errors):.1%}"

@@ -1,0 +1,115 @@
+"""A run beside its plan: figures that a simulation has made are planned as they were, and others refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, replace
+
+import pytest
+
+from instep.cli.exit_codes import DONE, USAGE
+from instep.cli.plan import main
+from instep.models.config import GPTConfig
+from instep.plan.cluster import Cluster
+from instep.plan.memory_estimate import Batch, Device, Placement, largest
+from instep.plan.model import gpt
+from instep.plan.run_check import RUN_MB, check, run_figures
+from instep.plan.step_time import TimePlan, step, step_s
+from instep.recipes.text_config import tiny
+from instep.run.toml import to_toml
+from instep.timeline.breakdown import breakdown, parts
+from instep.timeline.bucket_times import bucket_rows
+
+MODEL = GPTConfig(layers=4, width=128, heads=4, context=64)
+CPU = Cluster(tflops=0.1, efficiency=1, memory_gb_per_s=5, ranks_per_host=8, local_us=50, local_gb_per_s=1)
+PLAN = TimePlan(
+    model=gpt(MODEL),
+    batch=Batch(global_size=16, micro_size=2),
+    parallel=Placement(dp=2, bucket_mb=1),
+    device=Device(kind="cpu", context_mb=RUN_MB, snapshots=True),
+    cluster=CPU,
+)
+
+
+def run_of(plan: TimePlan) -> tuple[dict, dict]:
+    """config.toml and summary.json of a run that does as it is simulated."""
+    timeline, parallel = step(plan), plan.parallel
+    where = {name: getattr(parallel, name) for name in ("shard", "tp", "ep", "pp", "bucket_mb")}
+    summary = {
+        "world_size": parallel.world_size,
+        "strategy": plan.strategy,
+        "parallel": {**where, "shard_stage": parallel.stage, "schedule": ""},
+        "memory": {"ranks": [{"gpu_peak": None, "resident_peak": largest(plan).total}]},
+        "breakdown": [breakdown([parts(timeline.of(rank, 0))]).to_json() for rank in timeline.ranks],
+        "buckets": [asdict(row) for row in bucket_rows([timeline])],
+    }
+    config = {
+        "model": asdict(MODEL),
+        "batch": {"global_size": plan.batch.global_size, "micro_size": plan.batch.micro_size},
+        "optim": {"name": "adamw"},
+        "parallel": {"sequence": False},
+    }
+    return config, json.loads(json.dumps(summary))
+
+
+@pytest.fixture(autouse=True)
+def idle_cores(monkeypatch):
+    """On a host whose cores are all busy, hidden communication would cost compute."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+STRATEGIES = ["naive", "flat", "overlap", "bucketed"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_that_does_as_simulated_is_as_planned(strategy: str) -> None:
+    plan = replace(PLAN, strategy=strategy)
+    found = check(run_figures(*run_of(plan)))
+    assert found.measured_s == pytest.approx(step_s(step(plan)))
+    assert found.planned_s == pytest.approx(found.measured_s, rel=0.05)  # of one bucket latency is not known
+    assert found.planned_bytes == found.measured_bytes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_one_run_predicts_others_of_the_same_machine(strategy: str, stage: int) -> None:
+    base = run_figures(*run_of(replace(PLAN, strategy="overlap")))
+    place = Placement(shard=2, stage=stage) if stage else Placement(dp=4, bucket_mb=0.5)
+    plan = replace(PLAN, strategy=strategy, parallel=place, batch=Batch(global_size=32, micro_size=2))
+    found = check(run_figures(*run_of(plan)), base)
+    assert found.planned_s == pytest.approx(found.measured_s, rel=0.02)
+
+
+def test_a_scripts_step_is_planned_and_its_memory_is_not(tmp_path, capsys) -> None:
+    _, summary = run_of(PLAN)
+    found = run_figures({}, summary)
+    words = check(found).words()
+    assert re.fullmatch(r"step [\d.,]+ ms planned, [\d.,]+ ms measured \([+-]\d\.\d%\)", words)
+    with pytest.raises(ValueError, match="the model of a script is not known"):
+        check(found, found)
+
+
+def test_the_command_reads_runs_and_refuses_what_is_none(tmp_path, capsys) -> None:
+    config, summary = run_of(PLAN)
+    (tmp_path / "a").mkdir()
+    lines = [f"[{topic}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items() if v is not None)
+             for topic, table in config.items()]  # fmt: skip
+    (tmp_path / "a" / "config.toml").write_text("\n".join(lines))
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
+    path = str(tmp_path / "a")
+    assert main(["check", path, path, "--base", path]) == DONE
+    assert "planned ms" in capsys.readouterr().out
+    assert main(["check", path, "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)[path]["planned_bytes"] == largest(PLAN).total
+    for broken in ({}, {**summary, "breakdown": []}, {"breakdown": summary["breakdown"]}):
+        (tmp_path / "a" / "summary.json").write_text(json.dumps(broken))
+        assert main(["check", path]) == USAGE
+        assert "run" in capsys.readouterr().err
+
+
+def test_the_settings_of_a_run_have_all_that_a_plan_reads() -> None:
+    text = to_toml(tiny())
+    for name in ("[model]", "[batch]", "[optim]", "[parallel]", "micro_size", "sequence"):
+        assert name in text
