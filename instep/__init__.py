@@ -80,7 +80,7 @@ _HOMES = {
 }
 
 
-_FOLDERS = ("expert", "nn", "tensor")  # of public names of their own: ``instep.tensor.shard``
+_FOLDERS = ("expert", "nn", "notebook", "tensor")  # of public names of their own: ``instep.tensor.shard``
 
 
 def __getattr__(name: str) -> object:
@@ -92,6 +92,16 @@ def __getattr__(name: str) -> object:
     public.__module__ = __name__  # errors and docs show the path that users write
     globals()[name] = public
     return public
+
+
+def load_ipython_extension(shell: object) -> None:
+    """``%load_ext instep``: magics for ranks beside a notebook."""
+    importlib.import_module("instep.notebook.magics").load(shell)
+
+
+def unload_ipython_extension(shell: object) -> None:
+    """``%unload_ext instep``."""
+    importlib.import_module("instep.notebook.magics").unload(shell)
 
 
 def __dir__() -> list[str]:

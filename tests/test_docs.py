@@ -77,6 +77,7 @@ FRAMEWORKS = {
     "lightning": ("use", "Lightning", ""),
 }
 ALONE = ("strategies", "Threads", "")
+CELLS = ("notebook", "In a program", "")
 SHARED_MEMORY = ("shm", "Shared memory", "")
 
 
@@ -143,7 +144,9 @@ COURSE = [heading for heading, _ in examples("learn")]  # begins with the lines 
 
 
 def test_every_example_is_tried_here():
-    tried = [place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS.values(), ALONE, SHARED_MEMORY)]
+    tried = [
+        place[:2] for place in (*PLAIN, *DECLARED, *OTHERS, *FRAMEWORKS.values(), ALONE, CELLS, SHARED_MEMORY)
+    ]
     tried += [("learn", heading) for heading in COURSE]
     assert sorted(tried) == sorted((page, heading) for page in PAGES for heading, _ in examples(page))
     fenced = sum(path.read_text().count("```python") for path in PAGES.values())
@@ -207,6 +210,10 @@ def test_the_example_of_a_framework_runs_where_it_is_installed(framework, tmp_pa
 
 def test_threads_are_of_one_process(untrained, tmp_path):
     assert weights_of(example(*ALONE), tmp_path, ranks=1) != untrained
+
+
+def test_a_program_executes_cells_on_ranks():
+    exec(example(*CELLS), {"__name__": "__main__"})
 
 
 def test_shared_memory_is_a_backend_of_torch(tmp_path):

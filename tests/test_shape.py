@@ -69,7 +69,7 @@ PURE = [
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 975,
+    "": 984,
     "bench": 5785,
     "checkpoint": 4090,
     "cli": 1240,
@@ -84,6 +84,7 @@ BUDGET = {
     "native": 250,
     "net": 2870,
     "nn": 930,
+    "notebook": 1200,
     "pipeline": 4180,
     "plan": 2060,
     "recipes": 965,
@@ -124,6 +125,7 @@ ENVIRONMENT_WRITERS = {
     "instep/launch/forkserver.py",
     "instep/mesh/deterministic.py",
     "instep/mesh/join.py",
+    "instep/notebook/rank.py",  # where the next world meets
     "instep/record/loggers.py",  # a setting that W&B reads from there alone
 }
 STORE_READERS = {"instep/net/store.py", "instep/shm/handshake.py"}

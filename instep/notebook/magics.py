@@ -1,0 +1,193 @@
+"""The magics of ``%load_ext instep``: cells go to the ranks, as long as there are any.
+
+A cell goes to all ranks, but for lines with a magic at its top, ``%sync`` say, which the kernel executes
+first. So does a cell with another magic for cells, ``%%time`` say: what that executes goes to the ranks.
+Cells that an editor executes unseen, to list variables, stay in the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from instep.notebook.folding import parse_ranks
+from instep.notebook.ranks import Ranks, prepare
+
+IN_KERNEL = ("%", "!", "?")
+RANK_LINE = re.compile(r"%%rank\s*(.*)")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            f"{self.prog}: {message}; usage: {self.format_usage().removeprefix('usage: ').strip()}"
+        )
+
+
+def _parsed(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
+    try:
+        return parser.parse_args(shlex.split(line))
+    except SystemExit:  # --help was printed
+        raise UsageError("") from None
+
+
+INIT = _Parser(prog="%dist_init")
+INIT.add_argument("-n", "--num-processes", type=int, default=2, help="ranks to start")
+INIT.add_argument("--device", help="cuda, cuda:0 or cpu; by default a GPU per rank where there are any")
+INIT.add_argument("--backend", help="nccl, shm or gloo; by default the fastest that works")
+INIT.add_argument("--threads", type=int, default=1, help="threads of torch per rank")
+INIT.add_argument(
+    "--timeout", type=float, default=60.0, help="seconds until a collective names who is missing"
+)
+
+
+@magics_class
+class RankMagics(Magics):
+    """The magics, and the ranks of this kernel, if there are any."""
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.ranks: Ranks | None = None
+        self._is_seen = True  # the cell that is executed
+
+    @line_magic
+    def dist_init(self, line: str) -> None:
+        """Start ranks: %dist_init -n 4 [--device D] [--backend B] [--threads T] [--timeout SECONDS]."""
+        if self.ranks is not None:
+            raise UsageError(f"{self.ranks.size} ranks are running: %dist_shutdown ends them")
+        args = _parsed(INIT, line)
+        self.ranks = Ranks(
+            args.num_processes,
+            device=args.device,
+            backend=args.backend,
+            threads=args.threads,
+            timeout_s=args.timeout,
+        )
+        pids = ", ".join(map(str, self.ranks.pids))
+        print(
+            f"{args.num_processes} ranks (pids {pids}) execute the following cells; %%local: the kernel does"
+        )
+
+    @line_magic
+    def dist_status(self, line: str) -> None:
+        """Show each rank's process, last cell, memory, last operation and line."""
+        print(self._running().status())
+
+    @line_magic
+    def dist_shutdown(self, line: str) -> None:
+        """End all ranks."""
+        ranks, self.ranks = self._running(), None
+        pids = ranks.pids
+        ranks.shutdown()
+        print(f"{len(pids)} ranks have ended; cells are executed by the kernel again")
+
+    @line_magic
+    def sync(self, line: str) -> None:
+        """Wait until all ranks have come to a barrier."""
+        self._running().sync()
+
+    @line_magic
+    def compare(self, line: str) -> None:
+        """Show whether an expression has the same bits on all ranks, and where not: %compare model."""
+        print(self._running().compare(line))
+
+    @line_magic
+    def pull(self, line: str) -> None:
+        """Copy variables of a rank into the kernel: %pull losses grads [--rank 1]."""
+        parser = _Parser(prog="%pull")
+        parser.add_argument("names", nargs="+")
+        parser.add_argument("-r", "--rank", type=int, default=0)
+        args = _parsed(parser, line)
+        ranks = self._running()
+        if not 0 <= args.rank < ranks.size:
+            raise UsageError(f"%pull: expected a rank from 0 to {ranks.size - 1}, got {args.rank}")
+        self.shell.push({name: ranks.pull(name, args.rank) for name in args.names})
+
+    @line_magic
+    def push(self, line: str) -> None:
+        """Copy variables of the kernel to ranks: %push data [--rank 0,1]."""
+        parser = _Parser(prog="%push")
+        parser.add_argument("names", nargs="+")
+        parser.add_argument("-r", "--rank", default="all")
+        args = _parsed(parser, line)
+        ranks = self._running()
+        for name in args.names:
+            if name not in self.shell.user_ns:
+                raise UsageError(f"%push: the kernel has no variable {name!r}; %%local cells make them")
+            ranks.push(name, self.shell.user_ns[name], self._ranks_of(args.rank))
+
+    @cell_magic
+    def rank(self, line: str, cell: str) -> None:
+        """Execute the cell on some ranks: %%rank [0], %%rank 1,3, %%rank 0-2."""
+        if self._is_seen or line:
+            self._running().run(
+                cell, self._ranks_of(line or "all"), name=f"cell {self.shell.execution_count}"
+            )
+        else:
+            self.shell.ex(cell)
+
+    def to_ranks(self, lines: list[str]) -> list[str]:
+        """The transformation of each cell, before IPython's own."""
+        if lines and lines[0].rstrip() == "%%local":
+            return lines[1:]
+        if lines and (found := RANK_LINE.match(lines[0])):  # also "%%rank[0]"
+            return [f"%%rank {found[1].strip()}\n", *lines[1:]]
+        first = next((i for i, line in enumerate(lines) if not _is_of_kernel(line)), len(lines))
+        rest = "".join(lines[first:])
+        if self.ranks is None or not rest.strip() or any(line.startswith("%%") for line in lines[:first]):
+            return lines
+        if "get_ipython()." in rest[:40] or rest.rstrip().endswith("?"):
+            return lines
+        return [*lines[:first], f"get_ipython().run_cell_magic('rank', '', {rest!r})\n"]
+
+    to_ranks.has_side_effects = True  # type: ignore[attr-defined]  # not for the question whether a cell is complete
+
+    def before_cell(self) -> None:
+        self._is_seen = False
+
+    def before_seen_cell(self, info: Any) -> None:
+        self._is_seen = bool(info.store_history)
+
+    def _running(self) -> Ranks:
+        if self.ranks is None:
+            raise UsageError("there are no ranks: %dist_init -n 2 starts two")
+        return self.ranks
+
+    def _ranks_of(self, text: str) -> Sequence[int]:
+        try:
+            return parse_ranks(text, self._running().size)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def _is_of_kernel(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith((*IN_KERNEL, "#"))
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics with ``shell``, and load torch in the background."""
+    magics = RankMagics(shell)
+    shell.register_magics(magics)
+    shell.input_transformers_cleanup.append(magics.to_ranks)
+    shell.events.register("pre_execute", magics.before_cell)
+    shell.events.register("pre_run_cell", magics.before_seen_cell)
+    prepare()
+
+
+def unload(shell: InteractiveShell) -> None:
+    """End the ranks, and execute all cells in the kernel again."""
+    magics = shell.magics_manager.registry["RankMagics"]
+    if magics.ranks is not None:
+        magics.dist_shutdown("")
+    shell.input_transformers_cleanup.remove(magics.to_ranks)
+    shell.events.unregister("pre_execute", magics.before_cell)
+    shell.events.unregister("pre_run_cell", magics.before_seen_cell)
