@@ -78,14 +78,8 @@ def launch(
         try:
             pids = []
             for rank in range(ranks):
-                place = {
-                    "RANK": rank,
-                    "WORLD_SIZE": ranks,
-                    "LOCAL_RANK": rank,
-                    "LOCAL_WORLD_SIZE": ranks,
-                    "INSTEP_STORE": store.path,
-                }
-                pids.append(children.start(Child(rank, threads, surroundings(threads, place)), target, args))
+                environ = surroundings(threads, place_of(rank, ranks, store))
+                pids.append(children.start(Child(rank, threads, environ), target, args))
             if on_start is not None:
                 on_start(pids)
             while children.running and not any(end.code for end in exits):
@@ -110,6 +104,12 @@ def warm(*modules: str) -> None:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def place_of(rank: int, ranks: int, store: MemoryFile) -> dict[str, object]:
+    """The variables of a rank of this host, whose world meets in ``store``."""
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    return {**numbers, "INSTEP_STORE": store.path}
 
 
 def surroundings(threads: int, place: Mapping[str, object]) -> dict[str, str]:

@@ -11,14 +11,21 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.display import Image, display
 
 from instep.notebook.folding import parse_ranks
 from instep.notebook.ranks import Ranks, prepare
+from instep.timeline.analysis import analyse, summary_lines
+from instep.timeline.step_chart import step_chart
+from instep.timeline.style import png_of
+from instep.timeline.trace_files import FOLDER, read_traces
 
 IN_KERNEL = ("%", "!", "?")
 RANK_LINE = re.compile(r"%%rank\s*(.*)")
@@ -134,6 +141,28 @@ class RankMagics(Magics):
             )
         else:
             self.shell.ex(cell)
+
+    @cell_magic
+    def trace(self, line: str, cell: str) -> None:
+        """Draw the steps that the cell makes with a wrapped model: %%trace model.
+
+        The picture is of the last step, and the lines say where the time of all steps went.
+        """
+        ranks = self._running()
+        with TemporaryDirectory(prefix="instep-trace-") as folder:
+            ranks.run(f"import instep\n_trace = instep.trace({line}, {folder!r})\n_trace.__enter__();")
+            try:
+                ranks.run(cell, name=f"cell {self.shell.execution_count}")
+            finally:
+                ranks.run("_trace.__exit__(None, None, None);")
+            traces = read_traces(Path(folder) / FOLDER)
+            if not traces.steps:
+                raise UsageError(f"%%trace: no step of {line} has ended: one ends with optimizer.step()")
+            last = traces.steps[-1]
+            display(Image(png_of(step_chart(traces.timeline(last), step=last))))
+            found = analyse(traces)
+        for label, text in summary_lines(found.breakdowns, found.slow, found.advice, found.pipeline):
+            print(f"{label:<7}{text}")
 
     def to_ranks(self, lines: list[str]) -> list[str]:
         """The transformation of each cell, before IPython's own."""

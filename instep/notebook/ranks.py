@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError
-from instep.launch.launch import Children, surroundings, warm
+from instep.launch.launch import Children, place_of, surroundings, warm
 from instep.launch.memory_file import MemoryFile
 from instep.launch.process_memory import resident_memory
 from instep.launch.process_state import look
@@ -128,7 +128,7 @@ class Ranks:
             raise ValueError(f"expected at least 1 rank, got {num_ranks}")
         prepare()
         self._init = {"device": device, "backend": backend, "timeout_s": timeout_s, "threads": threads}
-        self._threads, self._num_ranks = threads, num_ranks
+        self._threads, self.size = threads, num_ranks
         self._write = write or _print
         self._children = Children()
         self._ranks: dict[int, _Rank] = {}
@@ -148,10 +148,6 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    @property
-    def size(self) -> int:
-        return self._num_ranks
 
     @property
     def pids(self) -> list[int]:
@@ -179,17 +175,16 @@ class Ranks:
         odd = odd_names(by_rank)
         if not odd:
             count = sum(not name.startswith("the ") for name in by_rank[0])
-            return (
-                f"{expression}: the same bits on ranks {span(everyone)}, {count} tensor{'s' * (count != 1)}"
-            )
+            tensors = f"{count} tensor{'s' * (count != 1)}"
+            return f"{expression}: the same bits on ranks {span(everyone)}, {tensors}"
         lines = [f"{expression}: {len(odd)} of {len(by_rank[0])} differ"]
         for name, groups in list(odd.items())[:MAX_NAMED]:
             lines.append(f"  {name.removeprefix('/') or expression}: {named(groups)}")
             first, other = groups[0][0], groups[1][0]
             two = self._look(expression, [first, other], only=[name])
-            tensors = [two[rank][1].get(name) for rank in (first, other)]
-            if tensors[0] is not None and tensors[1] is not None:
-                lines.append(f"    ranks {first} and {other}: {difference(tensors[0], tensors[1])}")
+            a, b = (two[rank][1].get(name) for rank in (first, other))
+            if a is not None and b is not None:
+                lines.append(f"    ranks {first} and {other}: {difference(a, b)}")
         lines += [f"  and {len(odd) - MAX_NAMED} more"] if len(odd) > MAX_NAMED else []
         return "\n".join(lines)
 
@@ -265,14 +260,8 @@ class Ranks:
     def _start(self, rank: int, store: MemoryFile) -> None:
         ours, theirs = self._children.context.Pipe()
         out, err = (self._children.context.Pipe(duplex=False) for _ in STREAMS)
-        place = {
-            "RANK": rank,
-            "WORLD_SIZE": self.size,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": self.size,
-            "INSTEP_STORE": store.path,
-        }
-        child = Child(rank, self._threads, surroundings(self._threads, place))
+        environ = surroundings(self._threads, place_of(rank, self.size, store))
+        child = Child(rank, self._threads, environ)
         try:
             pid = self._children.start(child, serve, (Seat(theirs, out[1], err[1], self._init),))
         finally:

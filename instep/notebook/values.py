@@ -30,7 +30,7 @@ def parts(value: Any) -> tuple[Any, Tensors]:
     said = offered(value)
     module = said.module if isinstance(said, Wrapped) else value
     if isinstance(module, nn.Module):
-        value = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        value = dict(sorted([*module.named_parameters(), *module.named_buffers()]))
     elif isinstance(value, Optimizer):
         value = value.state_dict()
     try:
@@ -46,7 +46,7 @@ def digests(value: Any) -> dict[str, str]:
     """Of each tensor of ``value``, and of all else; all NaNs count as one."""
     body, tensors = parts(value)
     found = {name: tensor_digest(x).hex() for name, x in tensors.items()}
-    if found.keys() != {""}:  # not a tensor alone
+    if len(body if isinstance(body, dict) else [body]) != len(found) or not found:  # not tensors alone
         found["the values beside the tensors"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import select
 import signal
@@ -150,7 +151,7 @@ def test_a_rank_that_dies_is_named_and_replaced(two, shown):
 
 def test_a_rank_that_has_died_between_two_cells_is_replaced(two):
     os.kill(two.pids[0], signal.SIGKILL)
-    wait_for_the_end(two.pids[0])
+    assert multiprocessing.connection.wait([*two._children.running], 10)
     with pytest.raises(CellFailed, match=r"rank 0 .* was killed by SIGKILL.*The cell was not executed"):
         two.run("1")
     assert two.run("rank") == {0: "0", 1: "1"}
