@@ -18,7 +18,7 @@ ARGS ?=
 # all that it imports, and every worker rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test slow extras extras-tests check docs bench faults
+.PHONY: env train test slow extras extras-tests check docs wheel bench faults
 
 env: $(STAMP) $(NATIVE)
 
@@ -75,6 +75,31 @@ docs: env $(VENV)/docs
 $(VENV)/docs: $(STAMP)
 	$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
+
+# The wheel and the source distribution, and the quick start from the wheel alone: in an environment that has what
+# instep needs, but not instep, and in an empty folder. The wheel has the compiled core, where there is a compiler.
+WHEEL := build/wheel
+define CHECK_WHEEL
+import sys
+from pathlib import Path
+import instep
+from instep.native import library
+home = Path(instep.__file__).parent
+assert home.is_relative_to(sys.prefix), home
+assert (home / "py.typed").exists()
+print(library.absence() or "the wheel has the compiled core")
+endef
+export CHECK_WHEEL
+wheel: env
+	rm -rf $(WHEEL)
+	$(BIN)/python -m hatchling build --directory $(WHEEL)
+	$(BIN)/python -m venv $(WHEEL)/env
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo $(WHEEL)/env/lib/python*/site-packages)/needed.pth"
+	$(WHEEL)/env/bin/python -m pip install --quiet --no-deps --no-index $(WHEEL)/instep-*.whl
+	mkdir $(WHEEL)/empty
+	cd $(WHEEL)/empty && ../env/bin/python -c "$$CHECK_WHEEL"
+	cd $(WHEEL)/empty && ../env/bin/instep train --steps 5 -n 2
+	@echo built $(WHEEL)/*.whl $(WHEEL)/*.tar.gz
 
 # Lists the benchmarks and which results are stale. ARGS="steps link/nodes" runs those, ARGS=--stale all that are.
 bench: env
