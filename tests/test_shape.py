@@ -69,10 +69,10 @@ PURE = [
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 984,
-    "bench": 5785,
+    "": 985,
+    "bench": 5775,
     "checkpoint": 4090,
-    "cli": 1240,
+    "cli": 1225,
     "comm": 1000,
     "data": 1195,
     "elastic": 2030,
@@ -84,9 +84,9 @@ BUDGET = {
     "native": 250,
     "net": 2870,
     "nn": 930,
-    "notebook": 1200,
+    "notebook": 1195,
     "pipeline": 4180,
-    "plan": 2060,
+    "plan": 2050,
     "recipes": 965,
     "record": 1840,
     "reduce": 2725,
