@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any
 
 from instep.comm.cost import AlphaBeta
-from instep.events import EXPERT_DISPATCH, GRADIENT_SYNC, PARAMETER_GATHER, PARAMETER_UPDATE, TENSOR_PARALLEL
+from instep.events import GRADIENT_SYNC, PARAMETER_GATHER, PARAMETER_UPDATE
 from instep.models.config import GPTConfig
 from instep.plan.cluster import Cluster, step_flops
 from instep.plan.memory_estimate import Batch, Device, Placement, largest
@@ -31,7 +31,7 @@ from instep.timeline.bucket_times import BucketRow
 from instep.timeline.predict import busy_share, exposed_s, fit_buckets
 
 RUN_MB = 335  # of a process of ``instep train`` whose model is next to nothing; measured, torch 2.13 for CPUs
-MODELLED = (GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER, TENSOR_PARALLEL, EXPERT_DISPATCH)
+MODELLED = (GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER)
 RANKS = 1 << 20
 
 
@@ -50,11 +50,14 @@ class RunFigures:
         """Of the mean step, on average over the ranks."""
         return fmean(row.wall_s for row in self.breakdowns)
 
+    def waited_s(self, *causes: str) -> float:
+        """Exposed communication of these causes."""
+        return fmean(sum(row.causes.get(name, 0.0) for name in causes) for row in self.breakdowns)
+
     @property
-    def own_s(self) -> float:
-        """Of the step, without the exchanges that a plan predicts."""
-        found = [row.wall_s - sum(row.causes.get(name, 0.0) for name in MODELLED) for row in self.breakdowns]
-        return fmean(found)
+    def simulated(self) -> bool:
+        """Whether all that the ranks exchange is in buckets, whose cost is fitted."""
+        return self.plan is not None and self.plan.parallel.world_size == self.plan.parallel.data_ranks
 
 
 @dataclass(frozen=True)
@@ -132,15 +135,18 @@ def check(run: RunFigures, base: RunFigures | None = None) -> PlanCheck:
     """The plan of ``run``, calibrated by ``base`` or by itself, beside what it measured.
 
     Raises:
-        ValueError: one of the two is a script, whose model is not known.
+        ValueError: one of the two is no run of ``instep train``, or ranks exchange more than buckets.
     """
     planned = None if run.plan is None else largest(run.plan).total
     measured = (run.step_s, planned, run.memory_bytes)
-    if base is None and (run.plan is None or run.plan.parallel.pp > 1):
-        return PlanCheck(run.own_s + _exchange_s(run), *measured)
+    if base is None and not run.simulated:
+        return PlanCheck(run.step_s - run.waited_s(GRADIENT_SYNC) + _exchange_s(run), *measured)
     base = base or run
-    if run.plan is None or base.plan is None:
-        raise ValueError("expected runs of instep train: the model of a script is not known")
+    if run.plan is None or base.plan is None or not (run.simulated and base.simulated):
+        raise ValueError(
+            "expected runs of instep train without tp, ep and pp: the model of a script is not known, and "
+            "only the cost of buckets is fitted"
+        )
     plan, other_s = calibrated(run.plan, base)
     return PlanCheck(step_s(step(plan)) + other_s, *measured)
 
@@ -149,7 +155,7 @@ def _exchange_s(run: RunFigures) -> float:
     """What a run's step waits for its own buckets, by their fitted cost."""
     rows = [row for row in run.buckets if row.flight_ms > 0]
     if not rows:
-        return sum(fmean(row.causes.get(name, 0.0) for row in run.breakdowns) for name in MODELLED)
+        return run.waited_s(GRADIENT_SYNC)
     cost, ready = fit_buckets(rows), [max(row.ready_ms.values(), default=0.0) / 1e3 for row in rows]
     ready = ready if run.overlaps else [max(ready)] * len(ready)
     return exposed_s(ready, [cost.time_s(row.bytes) for row in rows], max(ready))
@@ -165,15 +171,13 @@ def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
     compute_s, update_s = (fmean(row.parts[part] for row in rows) for part in (COMPUTE, UPDATE))
     recomputed = seen.model.checkpoint
     operations = step_flops(seen.model, seen.tokens * seen.micro_batches, recomputed=recomputed)
-    shared = seen.parallel.tp * seen.parallel.ep * seen.parallel.pp
-    modelled_s = fmean(sum(row.causes.get(name, 0.0) for name in MODELLED) for row in rows)
-    other_s = max(base.step_s - compute_s - update_s - modelled_s, 0.0)
+    other_s = max(base.step_s - compute_s - update_s - base.waited_s(*MODELLED), 0.0)
     ranks = plan.parallel.world_size
     link = _link(base)
     cluster = Cluster(
-        tflops=operations / shared / compute_s / 1e12,
+        tflops=operations / compute_s / 1e12,
         efficiency=1.0,
-        memory_gb_per_s=update_bytes(seen, seen.model.num_parameters // shared) / max(update_s, 1e-9) / GB,
+        memory_gb_per_s=update_bytes(seen, seen.model.num_parameters) / max(update_s, 1e-9) / GB,
         ranks_per_host=RANKS,
         local_us=link.latency_s * 1e6,
         local_gb_per_s=1e-9 / max(link.s_per_byte, 1e-15),

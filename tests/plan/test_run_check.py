@@ -87,7 +87,7 @@ def test_a_scripts_step_is_planned_and_its_memory_is_not(tmp_path, capsys) -> No
     found = run_figures({}, summary)
     words = check(found).words()
     assert re.fullmatch(r"step [\d.,]+ ms planned, [\d.,]+ ms measured \([+-]\d\.\d%\)", words)
-    with pytest.raises(ValueError, match="the model of a script is not known"):
+    with pytest.raises(ValueError, match="without tp, ep and pp: the model of a script is not known"):
         check(found, found)
 
 
