@@ -31,6 +31,7 @@ Plan a training run by arithmetic: no torch, no processes, answers at once.
   instep plan step [MODEL]      the time of a step, simulated, and where it goes on each kind of rank
   instep plan scale [MODEL]     the same on several numbers of ranks
   instep plan search [MODEL]    the placements that fit, fastest first, and why the others are slower
+  instep plan fit RUN           the [cluster] of a run's machine, a file for step, scale and search
   instep plan check RUN...      runs beside their plans: step time and memory, planned and measured
 
 MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel], [device] and [cluster] have the
@@ -85,7 +86,20 @@ class CheckFlags:
     """Print all numbers as JSON."""
 
 
-CHECK = "check"
+@dataclass(frozen=True, kw_only=True)
+class FitFlags:
+    """A run that has ended."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Directory of a run of instep train, without tp, ep and pp."""
+
+
+FIT, CHECK = "fit", "check"
+FIT_DESCRIPTION = """\
+Fit rates and links to a run, and print them as the table [cluster] of a plan.
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
 CHECK_DESCRIPTION = """\
 Compare runs with their plans: step time and memory, planned and measured.
 
@@ -104,10 +118,12 @@ def main(args: Sequence[str]) -> int:
     try:
         word, rest = (args[0], list(args[1:])) if args else ("--help", [])
         if word in ("-h", "--help"):
-            print(f"usage: {PROGRAM} {{{','.join((*WORDS, CHECK))}}} [OPTIONS]\n\n{DESCRIPTION}")
+            print(f"usage: {PROGRAM} {{{','.join((*WORDS, FIT, CHECK))}}} [OPTIONS]\n\n{DESCRIPTION}")
             return DONE
-        if word not in (*WORDS, CHECK):
-            raise ValueError(f"expected one of {', '.join((*WORDS, CHECK))}, got {word!r}")
+        if word not in (*WORDS, FIT, CHECK):
+            raise ValueError(f"expected one of {', '.join((*WORDS, FIT, CHECK))}, got {word!r}")
+        if word == FIT:
+            return fit_run(rest)
         if word == CHECK:
             return check_runs(rest)
         kind, answer = WORDS[word]
@@ -120,6 +136,14 @@ def main(args: Sequence[str]) -> int:
         return DONE
     except (Exception, KeyboardInterrupt) as error:
         return report_error(PROGRAM, error)
+
+
+def fit_run(args: Sequence[str]) -> int:
+    """Print the cluster of the run that ``args`` name."""
+    options = tyro.cli(FitFlags, prog=f"{PROGRAM} {FIT}", description=FIT_DESCRIPTION, args=list(args))
+    cluster = run_check.fitted(_figures(options.run))
+    print("[cluster]\n" + toml.to_toml(cluster).strip())
+    return DONE
 
 
 def check_runs(args: Sequence[str]) -> int:

@@ -161,6 +161,17 @@ def _exchange_s(run: RunFigures) -> float:
     return exposed_s(ready, [cost.time_s(row.bytes) for row in rows], max(ready))
 
 
+def fitted(run: RunFigures) -> Cluster:
+    """The hardware of a run: compute and memory rates, and a link between any two of its ranks.
+
+    Raises:
+        ValueError: ranks exchanged more than buckets, or the model is a script's.
+    """
+    if run.plan is None or not run.simulated:
+        raise ValueError("expected a run of instep train without tp, ep and pp")
+    return calibrated(run.plan, run)[0].cluster
+
+
 def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
     """``plan`` on hardware as fast as that of ``base``, and the seconds of Python in its step.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from dataclasses import asdict, replace
 
 import pytest
@@ -94,9 +95,7 @@ def test_a_scripts_step_is_planned_and_its_memory_is_not(tmp_path, capsys) -> No
 def test_the_command_reads_runs_and_refuses_what_is_none(tmp_path, capsys) -> None:
     config, summary = run_of(PLAN)
     (tmp_path / "a").mkdir()
-    lines = [f"[{topic}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items() if v is not None)
-             for topic, table in config.items()]  # fmt: skip
-    (tmp_path / "a" / "config.toml").write_text("\n".join(lines))
+    (tmp_path / "a" / "config.toml").write_text(toml_of(config))
     (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
     path = str(tmp_path / "a")
     assert main(["check", path, path, "--base", path]) == DONE
@@ -107,6 +106,31 @@ def test_the_command_reads_runs_and_refuses_what_is_none(tmp_path, capsys) -> No
         (tmp_path / "a" / "summary.json").write_text(json.dumps(broken))
         assert main(["check", path]) == USAGE
         assert "run" in capsys.readouterr().err
+
+
+def test_a_cluster_fitted_to_a_run_is_a_file_of_the_next_plan(tmp_path, capsys) -> None:
+    config, summary = run_of(replace(PLAN, strategy="overlap"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.toml").write_text(toml_of(config))
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
+    assert main(["fit", str(tmp_path / "a")]) == DONE
+    text = capsys.readouterr().out
+    (tmp_path / "machine.toml").write_text(text)
+    found = tomllib.loads(text)["cluster"]
+    assert found["tflops"] == pytest.approx(CPU.tflops, rel=0.01)
+    assert found["local_us"] == pytest.approx(CPU.local_us, rel=0.01)
+    assert found["local_gb_per_s"] == pytest.approx(CPU.local_gb_per_s, rel=0.01)
+    assert found["memory_gb_per_s"] == pytest.approx(CPU.memory_gb_per_s, rel=0.01)
+    assert main(["step", "gpt2-small", str(tmp_path / "machine.toml"), "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["plan"]["cluster"]["tflops"] == found["tflops"]
+
+
+def toml_of(tables: dict) -> str:
+    topics = (
+        "".join(f"{k} = {json.dumps(v)}\n" for k, v in its.items() if v is not None)
+        for its in tables.values()
+    )
+    return "\n".join(f"[{name}]\n{lines}" for name, lines in zip(tables, topics, strict=True))
 
 
 def test_the_settings_of_a_run_have_all_that_a_plan_reads() -> None:
