@@ -93,9 +93,12 @@ def run_figures(config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunFig
     try:
         breakdowns = [RankBreakdown.from_json(row) for row in summary.get("breakdown") or ()]
         ranks = summary["memory"]["ranks"] if "memory" in summary else []
-        taken = [row["gpu_peak"] or row["resident_peak"] for row in ranks]
+        on_gpu = any(row["gpu_peak"] for row in ranks)
+        taken = [row["gpu_peak" if on_gpu else "resident_peak"] for row in ranks]
         buckets = [BucketRow(**row) for row in summary.get("buckets") or ()]
         plan = _plan(config, summary) if "model" in config else None
+        if plan is not None and on_gpu:  # what torch has allocated: neither the context nor communicators
+            plan = replace(plan, device=Device(context_mb=0, communicator_mb=0))
         overlaps = summary["strategy"] in ("overlap", "bucketed")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the summary is not that of a run: {error!r}") from None
