@@ -72,7 +72,7 @@ BUDGET = {
     "": 985,
     "bench": 5775,
     "checkpoint": 4090,
-    "cli": 1255,
+    "cli": 1250,
     "comm": 1000,
     "data": 1195,
     "elastic": 2030,
