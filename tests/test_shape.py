@@ -85,7 +85,7 @@ BUDGET = {
     "net": 2870,
     "nn": 930,
     "notebook": 1195,
-    "pipeline": 4180,
+    "pipeline": 4185,
     "plan": 2070,
     "recipes": 965,
     "record": 1840,

@@ -145,7 +145,7 @@ class PipelineHome(Home):
         """What a rank of the stage of ``parameter`` computes with: a box where layers are cut. Collective."""
         if not self.has_values:
             raise ValueError(NO_VALUES)
-        found = self.empty_like(parameter)
+        found = torch.empty(self._shapes[id(parameter)][0], dtype=parameter.dtype, device=parameter.device)
         if self.holds(parameter):
             found.copy_(parameter.detach())
         rank = self._rank_of[id(parameter)]

@@ -89,7 +89,8 @@ class PipelineTrial:
         """The gradients of ``parameters``, of all layers, micro-batch by micro-batch. Collective."""
         instead: dict[int, nn.Parameter] = {}  # with values, by the identity of what they stand for
         for p in self.home.parameters:
-            instead[id(p)] = nn.Parameter(self.home.fetch_own(p), p.requires_grad)
+            own = self.home.empty_like(p).copy_(self.home.fetch_own(p))
+            instead[id(p)] = nn.Parameter(own, p.requires_grad)
         layers = Layers(self.layers)
         with replaced(layers.places(instead)), ExitStack() as stack:
             device = next((p.device for p in layers.parameters()), torch.device("cpu"))

@@ -102,10 +102,10 @@ class Reducer(Reduction):
         for bucket in self.buckets:
             self.gradients.attach(bucket, bucket.present_on_some(), whole=True)
         self._succeeded()
-        boxes = next(filter(None, map(boxes_of, self.parameters)), None)
-        if self.compares and boxes is not None:
-            boxes.require_same_gradients([*zip(self.names, self.parameters, strict=True)])
-        self.compares = False
+        if self.compares:
+            if (boxes := next(filter(None, map(boxes_of, self.parameters)), None)) is not None:
+                boxes.require_same_gradients([*zip(self.names, self.parameters, strict=True)])
+            self.compares = False
         if self._next_order is not None:
             self._make_buckets(self._next_order)
 

@@ -88,6 +88,7 @@ def test_the_smallest_number_of_shards_is_that_of_the_inequality(share: float) -
 
 
 def test_a_file_in_yaml_or_toml_prints_the_arithmetic(tmp_path, capsys) -> None:
+    pytest.importorskip("yaml")
     (tmp_path / "ffn.yaml").write_text(FFN_FILE)
     assert main(["memory", str(tmp_path / "ffn.yaml")]) == DONE
     out = capsys.readouterr().out
