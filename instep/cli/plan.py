@@ -43,35 +43,31 @@ Exit codes: 0 done, 1 failed, 2 usage.\
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryFlags(MemoryPlan):
+class PrintFlags:
+    """How results are printed."""
+
+    json: bool = False
+    """Print all numbers as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(PrintFlags, MemoryPlan):
     """A memory plan as flags."""
 
-    json: bool = False
-    """Print all numbers as JSON."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class StepFlags(TimePlan):
+class StepFlags(PrintFlags, TimePlan):
     """A step as flags."""
 
-    json: bool = False
-    """Print all numbers as JSON."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleFlags(ScalePlan):
+class ScaleFlags(PrintFlags, ScalePlan):
     """A step on several numbers of ranks as flags."""
 
-    json: bool = False
-    """Print all numbers as JSON."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class SearchFlags(SearchPlan):
+class SearchFlags(PrintFlags, SearchPlan):
     """A search as flags."""
-
-    json: bool = False
-    """Print all numbers as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,13 @@ import weakref
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.events import PIPELINE, Recorder
-from instep.memory import bytes_of, tensor_of
+from instep.memory import bytes_of
 from instep.pipeline.home import PipelineHome
-from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
+from instep.reduce.norm import gather_sums
 from instep.reduce.owners import GradientPeers, entry
 from instep.state.boxes import BoxGradients
 
@@ -55,10 +54,8 @@ class StageGradients(GradientPeers):
 
     def square_sums(self, own: Sequence[float]) -> list[float]:
         """Those of all ranks, whose part is ``own`` here. Collective: 8 bytes per block."""
-        told = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
         with self._recorder.span(PIPELINE, lane="host"):
-            rows = self._home.group.all_gather_bytes(told, GRADIENT_NORM, limit=NORM_BYTES)
-        return [x for row in rows for x in tensor_of(row, torch.float64).tolist()]
+            return gather_sums(own, self._home.group)
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Why ``optimizer`` must not use them, or None."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from instep.events import Recorder
+from instep.memory import bytes_of, tensor_of
+from instep.net.process_group import Group
 from instep.reduce.blocks import BLOCK_ELEMENTS
 from instep.reduce.buckets import flat_real
 from instep.reduce.gradient_shard import gradients_of, peers_in
@@ -136,6 +138,13 @@ def _norm(gradients: Mapping[GradientPeers | None, Sequence[Tensor]]) -> float:
         own = _square_sums(its if peers is None else peers.pieces(its))
         squares += own if peers is None else peers.square_sums(own)
     return math.sqrt(exact_sum(squares))
+
+
+def gather_sums(own: Sequence[float], group: Group) -> list[float]:
+    """The sums of blocks of all ranks of ``group``, of which ``own`` are this rank's. Collective."""
+    told = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
+    rows = group.all_gather_bytes(told, GRADIENT_NORM, limit=NORM_BYTES)
+    return [x for row in rows for x in tensor_of(row, torch.float64).tolist()]
 
 
 def exact_sum(numbers: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ from instep.memory import bytes_of, tensor_of
 from instep.mesh.axes import MODEL_AXES, resolve
 from instep.mesh.mesh import Mesh, no_store
 from instep.net.process_group import Group
-from instep.reduce.norm import GRADIENT_NORM, NORM_BYTES
+from instep.reduce.norm import GRADIENT_NORM, gather_sums
 from instep.reduce.owners import GradientPeers, entry
 from instep.state.alignment import align
 from instep.state.homes import (
@@ -41,7 +41,7 @@ from instep.state.homes import (
     settle,
     undivided,
 )
-from instep.state.shards import Box, grid
+from instep.state.shards import Box, grid, in_box
 
 MAX_DIFFERENCE = 0.01  # of gradients that several ranks compute, relative to the sum of absolute values
 
@@ -151,10 +151,7 @@ class BoxHome(Home):
         """This rank's box of ``whole``, a tensor like the whole ``parameter``."""
         if (box := self.box_of(parameter)) is None:
             return whole
-        part = whole.view(grid(tuple(whole.shape), box))
-        for dim, (start, stop) in enumerate(box):
-            part = part.narrow(dim, start, stop - start)
-        return part.reshape(box_shape(whole.shape, box))
+        return in_box(whole.view(grid(tuple(whole.shape), box)), box).reshape(box_shape(whole.shape, box))
 
     @contextmanager
     def as_one_rank(self, module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
@@ -238,10 +235,11 @@ class BoxHome(Home):
         Raises:
             ValueError: ranks have other gradients; on all ranks.
         """
-        for name, axis in self.mesh.along.items():
+        for name in MODEL_AXES:
+            axis = self.mesh.along[name]
             cuts = [(key, p, self.cut_of(p)) for key, p in named]
             shared = [(key, p) for key, p, cut in cuts if cut is None or cut.axis != name]
-            if name not in ("tp", "ep") or axis.size == 1 or not shared:
+            if axis.size == 1 or not shared:
                 continue
             sums = torch.stack([_sums(p) for _, p in shared])
             rows = axis.group.all_gather_bytes(bytes_of(sums), "the comparison of gradients")
@@ -274,9 +272,7 @@ class BoxHome(Home):
         axis.group.all_gather(out.view(-1), padded, "the gathering of whole parameters")
         whole = own.new_empty(grid(tuple(shape), box))
         for row, length, each in zip(out, lengths, boxes, strict=True):
-            place = whole
-            for dim, (start, stop) in enumerate(each):
-                place = place.narrow(dim, start, stop - start)
+            place = in_box(whole, each)
             place.copy_(row[:length].view(place.shape))
         return whole.view(shape)
 
@@ -326,9 +322,7 @@ class BoxGradients(GradientPeers):
         return found
 
     def square_sums(self, own: Sequence[float]) -> list[float]:
-        told = bytes_of(torch.tensor(own, dtype=torch.float64, device="cpu"))
-        rows = self._group.all_gather_bytes(told, GRADIENT_NORM, limit=NORM_BYTES)
-        return [x for row in rows for x in tensor_of(row, torch.float64).tolist()]
+        return gather_sums(own, self._group)
 
     def all_found_inf(self, found_inf: Tensor) -> None:
         rows = self._group.all_gather_bytes(bytes_of(found_inf.cpu()), GRADIENT_NORM)

@@ -135,6 +135,13 @@ def grid(shape: Shape, box: Box) -> Shape:
     return (parts, shape[0] // parts, *shape[1:])
 
 
+def in_box(x: Tensor, box: Box) -> Tensor:
+    """The elements of ``box`` of ``x``, which has the dims that the box cuts (``grid``): a view."""
+    for dim, (start, stop) in enumerate(box):
+        x = x.narrow(dim, start, stop - start)
+    return x
+
+
 def held_shape(shape: Shape, first: int, last: int, box: Box | None = None) -> Shape:
     """The shape of a shard's tensor: the box where it is all of the box, else flat."""
     of_box = shape if box is None else tuple(stop - start for start, stop in box)
