@@ -6,7 +6,6 @@ python benchmarks/experts/run.py --samples 3 --steps 60 --out DIR
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 import instep
 import instep.shm  # which makes the backend known
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.saved_bytes import saved_beside
 from instep.bench.tables import markdown, paired_ratio, quantile, show
 from instep.bench.worlds import World, on_ranks, slowest_rank
@@ -161,12 +160,9 @@ def pages(results: Results) -> Pages:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     found = {"memory": memory(), "speed": speed(wanted.samples), "loads": loads(wanted.steps)}

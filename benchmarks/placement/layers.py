@@ -6,16 +6,14 @@ python benchmarks/placement/layers.py     some eight minutes; writes layers.json
 
 from __future__ import annotations
 
+import math
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, save
-from benchmarks.placement.run import HERE, printing_to, trained
+from benchmarks.pages import README, Pages, Results, made
+from benchmarks.placement.run import compare
 from instep.bench.tables import markdown
 from instep.recipes import text_config
 from instep.recipes.text_config import Config
@@ -76,7 +74,18 @@ class LayeredRun:
     resumed: Axes | None = None
     killed: str = ""
     control: str = ""
-    same: bool = field(default=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        return self.model
+
+    @property
+    def title(self) -> str:
+        return f"{self.model}, {self.layout}"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {**asdict(self), "layout": self.layout, "ranks": self.configs[0].ranks}
 
     @property
     def layout(self) -> str:
@@ -103,11 +112,8 @@ class LayeredRun:
 
 
 def placed(base: Config, axes: Axes) -> Config:
-    ranks = 1
-    for size in axes.values():
-        ranks *= size
     sizes = {name: axes.get(name, 1) for name in ("shard", "pp", "ep", "tp")}
-    stage = int("shard" in axes)
+    ranks, stage = math.prod(axes.values()), int("shard" in axes)
     return replace(base, ranks=ranks, parallel=replace(base.parallel, shard_stage=stage, **sizes))  # type: ignore[arg-type]
 
 
@@ -130,36 +136,8 @@ def layered_runs() -> Iterator[LayeredRun]:
     yield LayeredRun(DENSE, {"tp": 2}, control="2 chunks, on tp 2")
 
 
-def measure(say: TextIO) -> list[dict[str, Any]]:
-    """Every run, and whether its hash is that of one rank."""
-    found: list[dict[str, Any]] = []
-    references: dict[str, str] = {}
-    todo = list(layered_runs())
-    for number, one in enumerate(todo, start=1):
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="instep-placement-") as directory:
-            begun, resumed = one.configs
-            digest = trained(begun, Path(directory), resumed)
-        same = digest == references.setdefault(one.model, digest)
-        found.append({**asdict(one), "layout": one.layout, "ranks": begun.ranks, "same": same})
-        took = f"{'same' if same else 'differs'} ({time.monotonic() - began:.1f} s)"
-        print(f"[{number}/{len(todo)}] {one.model}, {one.layout}: {took}", file=say, flush=True)
-    return found
-
-
-def as_promised(runs: Sequence[dict[str, Any]]) -> bool:
-    """One hash for all that compute the same, and another one for each control."""
-    return all(run["same"] != bool(run["control"]) for run in runs)
-
-
 def main() -> int:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory, printing_to(Path(directory, "log")) as say:
-        runs = measure(say)
-    results = {"minutes": (time.monotonic() - began) / 60, "runs": runs}
-    whole = save(HERE / "layers.json", results, pages, HERE, COMMAND)
-    print(pages(whole)[README]["layers table"])
-    return 0 if as_promised(runs) else 1
+    return compare(list(layered_runs()), "layers", pages, COMMAND)
 
 
 def pages(results: Results) -> Pages:

@@ -7,15 +7,12 @@ python benchmarks/placement/pipelines.py  some three minutes; writes pipelines.j
 from __future__ import annotations
 
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from benchmarks.pages import README, Pages, Results, made, save
-from benchmarks.placement.run import HERE, grid, printing_to, trained
+from benchmarks.pages import README, Pages, Results, made
+from benchmarks.placement.run import compare, grid
 from instep.pipeline.schedules import NAMES, generate
 from instep.recipes import text_config
 from instep.recipes.text_config import Config
@@ -47,6 +44,16 @@ class PipelinedRun:
     resumed_pp: int = 0
     cuts: str = ""
     control: str = ""
+
+    kind = ""
+
+    @property
+    def title(self) -> str:
+        return f"{self.row}, {self.column}"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {**asdict(self), "row": self.row, "column": self.column}
 
     @property
     def row(self) -> str:
@@ -96,37 +103,8 @@ def pipelined_runs() -> Iterator[PipelinedRun]:
         yield PipelinedRun("1f1b", 2, 2, control=control)
 
 
-def measure(say: TextIO) -> list[dict[str, Any]]:
-    """Every run, and whether its hash is that of one rank."""
-    found: list[dict[str, Any]] = []
-    reference = ""
-    todo = list(pipelined_runs())
-    for number, one in enumerate(todo, start=1):
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="instep-placement-") as directory:
-            begun, resumed = one.configs
-            digest = trained(begun, Path(directory), resumed)
-        reference = reference or digest
-        found.append({**asdict(one), "row": one.row, "column": one.column, "same": digest == reference})
-        answer = "same" if found[-1]["same"] else "differs"
-        took = f"{time.monotonic() - began:.1f} s"
-        print(f"[{number}/{len(todo)}] {one.row}, {one.column}: {answer} ({took})", file=say, flush=True)
-    return found
-
-
-def as_promised(runs: Sequence[dict[str, Any]]) -> bool:
-    """One hash for all that compute the same, and another one for each control."""
-    return all(run["same"] != bool(run["control"]) for run in runs)
-
-
 def main() -> int:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory, printing_to(Path(directory, "log")) as say:
-        runs = measure(say)
-    results = {"minutes": (time.monotonic() - began) / 60, "runs": runs}
-    whole = save(HERE / "pipelines.json", results, pages, HERE, COMMAND)
-    print(pages(whole)[README]["pipelines table"])
-    return 0 if as_promised(runs) else 1
+    return compare(list(pipelined_runs()), "pipelines", pages, COMMAND)
 
 
 def pages(results: Results) -> Pages:

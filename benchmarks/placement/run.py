@@ -11,11 +11,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from benchmarks.pages import README, Pages, Results, made, save
 from instep.checkpoint.contract import describe
@@ -173,6 +173,50 @@ def as_promised(runs: Sequence[dict[str, Any]]) -> bool:
     """One hash where the sum is ordered; where it is not, another on 4 ranks than on 1."""
     loose = {entry["ranks"]: entry["same"] for entry in runs if not entry["ordered"]}
     return all(entry["same"] for entry in runs if entry["ordered"]) and not loose[4]
+
+
+class ComparedRun(Protocol):
+    """A run with ``configs`` to begin and to resume with; one that has a ``control`` has to differ.
+
+    ``kind``: runs of a kind compute the same, and the first is the reference. ``shown``: its row of results.
+    """
+
+    control: str
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def shown(self) -> dict[str, Any]: ...
+    @property
+    def configs(self) -> tuple[Config, Config | None]: ...
+
+
+def compare(todo: Sequence[ComparedRun], name: str, pages: Callable[[Results], Pages], command: str) -> int:
+    """Train ``todo``, write ``name``.json and its table, and return 0 if all answers are as promised."""
+    began = time.monotonic()
+    runs: list[dict[str, Any]] = []
+    references: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as log, printing_to(Path(log, "log")) as say:
+        for number, one in enumerate(todo, start=1):
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="instep-placement-") as directory:
+                begun, resumed = one.configs
+                digest = trained(begun, Path(directory), resumed)
+            same = digest == references.setdefault(one.kind, digest)
+            runs.append({**one.shown, "same": same})
+            took = f"{'same' if same else 'differs'} ({time.monotonic() - start:.1f} s)"
+            print(f"[{number}/{len(todo)}] {one.title}: {took}", file=say, flush=True)
+    results = {"minutes": (time.monotonic() - began) / 60, "runs": runs}
+    whole = save(HERE / f"{name}.json", results, pages, HERE, command)
+    print(pages(whole)[README][f"{name} table"])
+    return 0 if controls_differ(runs) else 1
+
+
+def controls_differ(runs: Sequence[dict[str, Any]]) -> bool:
+    """One hash for all that compute the same, and another one for each control."""
+    return all(run["same"] != bool(run["control"]) for run in runs)
 
 
 @contextmanager

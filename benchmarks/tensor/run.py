@@ -15,7 +15,6 @@ Memory: bytes of tensors of the rank that has most, with AdamW; activations as a
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -32,7 +31,7 @@ from torch.nn import functional as F
 
 import instep
 import instep.shm  # which makes the backend known
-from benchmarks.pages import README, Pages, Results, made, prepare, save
+from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.saved_bytes import saved_beside
 from instep.bench.tables import markdown, paired_ratio, quantile, show
 from instep.bench.worlds import World, on_ranks, slowest_rank
@@ -251,11 +250,8 @@ def pages(results: Results) -> Pages:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, HERE)
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=HERE)
     wanted = parser.parse_args()
     began = time.monotonic()
     found: dict[str, Any] = {"memory": memory()}

@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.placement.fuzz import programs, run
 from benchmarks.placement.fuzz.trial import REFUSED, judged
-from benchmarks.placement.pipelines import PipelinedRun, as_promised, pipelined_runs
+from benchmarks.placement.pipelines import PipelinedRun, pipelined_runs
+from benchmarks.placement.run import controls_differ as as_promised
 from instep.pipeline.schedules import NAMES
 from instep.replicate.strategies import find
 
