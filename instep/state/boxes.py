@@ -117,6 +117,7 @@ class BoxHome(Home):
             self._cuts[id(named[name])] = cut
             entry(named[name]).peers = weakref.ref(self._gradients[cut.axis])
         self._take_boxes([named[name] for name in cuts])
+        self._list_held()
 
     @property
     def resident(self) -> bool:  # type: ignore[override]
@@ -141,6 +142,14 @@ class BoxHome(Home):
                 cut.require_ranks(name, self.shape_of(p), mesh.along[cut.axis].size)
         self.mesh = self.replicas = mesh
         self.group, self.everyone = mesh.model.group, mesh.world.group
+        self._list_held()
+
+    def _list_held(self) -> None:
+        """A run asks several times per step for ``held``: of each parameter the box, or all of it."""
+        self.held = [
+            ParameterShard(p, 0, self.local_shape(p).numel(), p, self.shape_of(p), self.box_of(p))
+            for p in self.parameters
+        ]
 
     def _take_boxes(self, whole: Sequence[Tensor]) -> None:
         for p in whole:
@@ -171,14 +180,6 @@ class BoxHome(Home):
             self.mesh = mesh
             for table, key, p in places:
                 table[key] = p
-
-    @property
-    def held(self) -> list[ParameterShard]:  # type: ignore[override]
-        """As ``Home`` says: of each parameter the box, or all of it."""
-        return [
-            ParameterShard(p, 0, self.local_shape(p).numel(), p, self.shape_of(p), self.box_of(p))
-            for p in self.parameters
-        ]
 
     def units(self, parameter: Tensor) -> range:
         """This rank's units of a parameter that is cut."""
