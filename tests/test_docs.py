@@ -242,6 +242,11 @@ def test_every_file_that_the_page_of_the_architecture_names_is_there():
     } == set()
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_no_merge_conflict(page):  # the map of the architecture had one
+    assert not re.search(r"^(<{7}|={7}$|>{7})", PAGES[page].read_text(), re.MULTILINE)
+
+
 def test_every_file_that_the_page_of_mechanisms_names_is_there():
     text = PAGES["mechanisms"].read_text()
     for name in set(re.findall(r"`([a-z_0-9]+/(?:[a-z_0-9]+\.py)?)`", text)):
