@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import tyro
@@ -31,7 +34,7 @@ Plan a training run by arithmetic: no torch, no processes, answers at once.
   instep plan step [MODEL]      the time of a step, simulated, and where it goes on each kind of rank
   instep plan scale [MODEL]     the same on several numbers of ranks
   instep plan search [MODEL]    the placements that fit, fastest first, and why the others are slower
-  instep plan fit RUN           the [cluster] of a run's machine, a file for step, scale and search
+  instep plan fit [RUN]         the [cluster] of this machine, or a run's, a file for step, scale and search
   instep plan check RUN...      runs beside their plans: step time and memory, planned and measured
 
 MODEL is a file (.toml, .yaml) whose tables [model], [batch], [parallel], [device] and [cluster] have the
@@ -84,15 +87,19 @@ class CheckFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class FitFlags:
-    """A run that has ended."""
+    """A run that has ended, or none."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Directory of a run of instep train, without tp, ep and pp."""
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    """Directory of a run of instep train, without tp, ep and pp; by default one is made, in half a minute."""
 
 
 FIT, CHECK = "fit", "check"
-FIT_DESCRIPTION = """\
-Fit rates and links to a run, and print them as the table [cluster] of a plan.
+CALIBRATION = "-n 2 --steps 40 --parallel.strategy naive --eval.windows 1 --checkpoint.every 0"
+FIT_DESCRIPTION = f"""\
+Fit rates and links to a run, and print them as the table [cluster] of a plan, with 95 % confidence intervals.
+
+Without RUN, a run is made and removed: instep train {CALIBRATION},
+with the words after -- behind these: instep plan fit -- -n 4 --model.width 512
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
@@ -135,10 +142,24 @@ def main(args: Sequence[str]) -> int:
 
 
 def fit_run(args: Sequence[str]) -> int:
-    """Print the cluster of the run that ``args`` name."""
-    options = tyro.cli(FitFlags, prog=f"{PROGRAM} {FIT}", description=FIT_DESCRIPTION, args=list(args))
-    cluster = run_check.fitted(_figures(options.run))
-    print("[cluster]\n" + toml.to_toml(cluster).strip())
+    """Print the cluster of the run that ``args`` name, or of a run that is made for it."""
+    own = [*args, "--"].index("--")
+    options = tyro.cli(FitFlags, prog=f"{PROGRAM} {FIT}", description=FIT_DESCRIPTION, args=list(args[:own]))
+    with TemporaryDirectory(prefix="instep-fit-") as folder:
+        path = options.run or Path(folder, "run")
+        if options.run is None:
+            words = [*CALIBRATION.split(), "--run-dir", str(path), *args[own + 1 :]]
+            subprocess.run(
+                [sys.executable, "-m", "instep", "train", *words], stdout=subprocess.DEVNULL, check=True
+            )
+        run = _figures(path)
+    ranges = {
+        name: f"  # 95 %: {low:.3g} to {high:.3g}" for name, (low, high) in run_check.intervals(run).items()
+    }
+    cluster = run_check.fitted(run)
+    short: Any = {name: float(f"{x:.4g}") for name, x in asdict(cluster).items() if isinstance(x, float)}
+    lines = toml.to_toml(replace(cluster, **short)).strip().splitlines()
+    print("\n".join(["[cluster]", *(line + ranges.get(line.partition(" ")[0], "") for line in lines)]))
     return DONE
 
 

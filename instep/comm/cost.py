@@ -9,6 +9,7 @@ bucket planner, the advice and the benchmarks all use it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class AlphaBeta:
 
 
 def fit(sizes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
-    """The model with the smallest relative errors (least squares); neither figure is negative.
+    """The model with the smallest relative errors (weighted least squares); neither figure is negative.
 
     Relative, because sizes span decades: otherwise the largest alone would decide, and the latency would be
     whatever is left.
@@ -48,6 +49,18 @@ def fit(sizes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
     if a < 0:
         return AlphaBeta(0.0, sum(q) / qq)
     return AlphaBeta(sum(p) / pp, 0.0) if b < 0 else AlphaBeta(a, b)
+
+
+def standard_errors(sizes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
+    """Of the two figures that ``fit`` finds, from the residuals; infinite for two times or fewer."""
+    model, num = fit(sizes, times_s), len(sizes)
+    if num < 3:
+        return AlphaBeta(math.inf, math.inf)
+    p, q = [1 / t for t in times_s], [s / t for s, t in zip(sizes, times_s, strict=True)]
+    pp, qq, pq = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((p, p), (q, q), (p, q)))
+    residuals = (model.time_s(size) / t - 1 for size, t in zip(sizes, times_s, strict=True))
+    variance = sum(r * r for r in residuals) / (num - 2) / (pp * qq - pq * pq)
+    return AlphaBeta(math.sqrt(variance * qq), math.sqrt(variance * pp))
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class Placement:
     """Stages per rank of a pipeline; 0: as the schedule has."""
     bucket_mb: float = 25
     """Bucket of gradients, in MiB."""
+    nodes: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Format of the tree's sums that ranks exchange; smaller ones travel in fewer bytes."""
     declared: bool = True
     """Whether steps are declared, and keep partial sums; false: gradients accumulate in place."""
     sharded_activations: float = 0.0

@@ -11,6 +11,7 @@ run as ``base``, of another strategy, number of ranks or model, makes it a predi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from instep.comm.cost import AlphaBeta
+from instep.comm.cost import AlphaBeta, standard_errors
 from instep.events import GRADIENT_SYNC, PARAMETER_GATHER, PARAMETER_UPDATE
 from instep.models.config import GPTConfig
 from instep.plan.cluster import Cluster, step_flops
@@ -32,7 +33,10 @@ from instep.timeline.predict import busy_share, exposed_s, fit_buckets
 
 RUN_MB = 335  # of a process of ``instep train`` whose model is next to nothing; measured, torch 2.13 for CPUs
 MODELLED = (GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER)
+BETWEEN_STEPS = ("evaluate", "save")
 RANKS = 1 << 20
+CONFIDENT = 1.96  # standard errors on either side of 95 %
+MEDIAN_ERROR = math.sqrt(math.pi / 2) / 0.6745  # of normal figures, in quartile distances, times sqrt(n)
 
 
 @dataclass(frozen=True)
@@ -44,20 +48,33 @@ class RunFigures:
     buckets: Sequence[BucketRow]
     overlaps: bool
     memory_bytes: int | None  # of the rank that took most
+    hosts: int = 1
 
     @property
     def step_s(self) -> float:
-        """Of the mean step, on average over the ranks."""
-        return fmean(row.wall_s for row in self.breakdowns)
+        """Of the mean step, on average over the ranks, without evaluations and checkpoints."""
+        return fmean(
+            row.wall_s - sum(row.hosts.get(name, 0.0) for name in BETWEEN_STEPS) for row in self.breakdowns
+        )
 
     def waited_s(self, *causes: str) -> float:
         """Exposed communication of these causes."""
         return fmean(sum(row.causes.get(name, 0.0) for name in causes) for row in self.breakdowns)
 
+    def busy(self, ranks: int) -> float:
+        """Share of hidden communication by which compute gets longer, where ``ranks`` share this host."""
+        slowdowns = [row.slowdown for row in self.breakdowns if row.slowdown is not None]
+        if slowdowns and self.overlaps:
+            return fmean(slowdowns) / (1 + fmean(slowdowns))
+        return busy_share(ranks // self.hosts, 1, os.cpu_count() or 1)
+
     @property
     def simulated(self) -> bool:
-        """Whether all that the ranks exchange is in buckets, whose cost is fitted."""
-        return self.plan is not None and self.plan.parallel.world_size == self.plan.parallel.data_ranks
+        """Whether all that the ranks exchange is in buckets, whose cost is fitted: over one kind of link."""
+        if self.plan is None:
+            return False
+        size, data_ranks = self.plan.parallel.world_size, self.plan.parallel.data_ranks
+        return size == data_ranks and self.hosts in (1, size)
 
 
 @dataclass(frozen=True)
@@ -100,11 +117,12 @@ def run_figures(config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunFig
         if plan is not None and on_gpu:  # what torch has allocated: neither the context nor communicators
             plan = replace(plan, device=Device(context_mb=0, communicator_mb=0))
         overlaps = summary["strategy"] in ("overlap", "bucketed")
+        hosts = len(summary.get("memory", {}).get("hosts", ())) or 1
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the summary is not that of a run: {error!r}") from None
     breakdowns = [row for row in breakdowns if row.steps]
     memory = max(taken) if taken and None not in taken else None
-    return RunFigures(plan, breakdowns, buckets, overlaps, memory) if breakdowns else None
+    return RunFigures(plan, breakdowns, buckets, overlaps, memory, hosts) if breakdowns else None
 
 
 def _plan(config: Mapping[str, Any], summary: Mapping[str, Any]) -> TimePlan:
@@ -118,6 +136,7 @@ def _plan(config: Mapping[str, Any], summary: Mapping[str, Any]) -> TimePlan:
     if known["stage"] and known["shard"] == 1:  # the stage divides among all data-parallel ranks
         known["shard"] = data_ranks
     known["dp"] = data_ranks // known["shard"]
+    known["nodes"] = config["parallel"].get("nodes", "float32")
     known["sequence"] = bool(config["parallel"].get("sequence"))
     micro, whole = batch["micro_size"], batch["global_size"]
     each = micro * data_ranks
@@ -145,10 +164,10 @@ def check(run: RunFigures, base: RunFigures | None = None) -> PlanCheck:
     if base is None and not run.simulated:
         return PlanCheck(run.step_s - run.waited_s(GRADIENT_SYNC) + _exchange_s(run), *measured)
     base = base or run
-    if run.plan is None or base.plan is None or not (run.simulated and base.simulated):
+    if run.plan is None or not base.simulated:
         raise ValueError(
-            "expected runs of instep train without tp, ep and pp: the model of a script is not known, and "
-            "only the cost of buckets is fitted"
+            "expected runs of instep train, and a base without tp, ep and pp, on one host or with one rank "
+            "per host: the model of a script is not known, and only the cost of buckets is fitted"
         )
     plan, other_s = calibrated(run.plan, base)
     return PlanCheck(step_s(step(plan)) + other_s, *measured)
@@ -171,33 +190,66 @@ def fitted(run: RunFigures) -> Cluster:
         ValueError: ranks exchanged more than buckets, or the model is a script's.
     """
     if run.plan is None or not run.simulated:
-        raise ValueError("expected a run of instep train without tp, ep and pp")
+        raise ValueError(
+            "expected a run of instep train without tp, ep and pp, on one host or with one rank per host"
+        )
     return calibrated(run.plan, run)[0].cluster
 
 
-def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
-    """``plan`` on hardware as fast as that of ``base``, and the seconds of Python in its step.
+def intervals(run: RunFigures) -> dict[str, tuple[float, float]]:
+    """95 % confidence intervals of the figures that ``fitted`` finds, where the run tells them.
 
-    Those are in proportion to the micro-batches of a rank.
+    Of rates from quartiles over the steps, as the median of normal figures varies; of the link from the
+    residuals of the fit to its buckets.
+    """
+    cluster, found = fitted(run), {}
+    for name, part in (("tflops", COMPUTE), ("memory_gb_per_s", UPDATE)):
+        seen = [(row.losses[part], row.steps) for row in run.breakdowns if part in row.losses]
+        if seen:
+            relative = fmean((x.median_s - x.low_s) / max(x.median_s, 1e-12) for x, _ in seen)
+            found[name] = CONFIDENT * MEDIAN_ERROR * relative / math.sqrt(sum(steps for _, steps in seen))
+    rows = [row for row in run.buckets if row.flight_ms > 0]
+    sizes, times_s = [row.bytes for row in rows], [row.flight_ms / 1e3 for row in rows]
+    if len(set(sizes)) > 1 and len(rows) > 2:
+        cost, error = fit_buckets(rows), standard_errors(sizes, times_s)
+        if cost.latency_s and cost.s_per_byte:
+            found["local_us"] = CONFIDENT * error.latency_s / cost.latency_s
+            found["local_gb_per_s"] = CONFIDENT * error.s_per_byte / cost.s_per_byte
+    found |= {name.replace("local", "remote"): width for name, width in found.items() if "local" in name}
+    values = {name: getattr(cluster, name) for name in found}
+    return {name: (values[name] / (1 + width), values[name] * (1 + width)) for name, width in found.items()}
+
+
+def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
+    """``plan`` on hardware as fast as that of ``base``, and the seconds of a step that it does not simulate.
+
+    Those are Python's and the checks': in proportion to the micro-batches of a rank, or per step.
     """
     assert base.plan is not None
     seen, rows = base.plan, base.breakdowns
     compute_s, update_s = (fmean(row.parts[part] for row in rows) for part in (COMPUTE, UPDATE))
+    per_micro_batch_s = fmean(row.hosts.get("micro-batch", 0.0) for row in rows)
+    other_s = base.step_s - compute_s - update_s - base.waited_s(*MODELLED) - per_micro_batch_s
+    busy = base.busy(base.plan.parallel.world_size)
+    if base.overlaps:  # what was hidden took time from compute
+        compute_s -= busy * fmean(row.hidden_s for row in rows)
     recomputed = seen.model.checkpoint
     operations = step_flops(seen.model, seen.tokens * seen.micro_batches, recomputed=recomputed)
-    other_s = max(base.step_s - compute_s - update_s - base.waited_s(*MODELLED), 0.0)
-    ranks = plan.parallel.world_size
-    link = _link(base)
+    link = _link(base)  # the only one that the run tells of: within a host, or between hosts
+    link_us, gb_per_s = link.latency_s * 1e6, 1e-9 / max(link.s_per_byte, 1e-15)
     cluster = Cluster(
         tflops=operations / compute_s / 1e12,
         efficiency=1.0,
         memory_gb_per_s=update_bytes(seen, seen.model.num_parameters) / max(update_s, 1e-9) / GB,
-        ranks_per_host=RANKS,
-        local_us=link.latency_s * 1e6,
-        local_gb_per_s=1e-9 / max(link.s_per_byte, 1e-15),
-        busy=busy_share(ranks, 1, os.cpu_count() or 1),
+        ranks_per_host=RANKS if base.hosts == 1 else 1,
+        local_us=link_us,
+        local_gb_per_s=gb_per_s,
+        remote_us=link_us,
+        remote_gb_per_s=gb_per_s,
+        busy=base.busy(plan.parallel.world_size),
     )
-    return replace(plan, cluster=cluster), other_s * plan.micro_batches / seen.micro_batches
+    more_s = per_micro_batch_s * plan.micro_batches / seen.micro_batches
+    return replace(plan, cluster=cluster), max(other_s, 0.0) + more_s
 
 
 def _link(base: RunFigures) -> AlphaBeta:

@@ -16,9 +16,10 @@ collectives of several axes share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal
 
 from instep.events import (
@@ -51,6 +52,7 @@ from instep.timeline.bubbles import QUEUED, UPDATE, WAIT
 from instep.timeline.predict import pack
 
 NS = 1e9
+NODE_SHARE = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25}  # of the bytes of a bucket that travel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,18 @@ class _DataStep:
         self.shard = cluster.group(parallel, "shard")
         self.replicas = cluster.group(parallel, "dp")
         self.all = cluster.group(parallel, "dp", "shard")
+        self.overlaps = plan.strategy in ("overlap", "bucketed")
+        # By unit: the buckets that its backward completes, as (share of it that is done, bytes, number).
+        self.buckets: dict[int, list[tuple[float, int, int]]] = {unit: [] for unit in range(len(self.units))}
+        if parallel.stage < 2 and self.all.size > 1:
+            pieces = []
+            for unit in reversed(self.buckets):
+                own = _pieces(plan, self.units[unit])
+                shares = [done / max(sum(own), 1) for done in accumulate(own)]
+                pieces += [(size, unit, share) for size, share in zip(own, shares, strict=True)]
+            for number, (last, size) in enumerate(_buckets([piece[0] for piece in pieces], plan)):
+                _, unit, share = pieces[last]
+                self.buckets[unit].append((share, size, number))
 
     def put(self, kind: int, lane: str, name: str, start: float, end: float, **more: int) -> None:
         if end > start or name in (STEP, QUEUED):
@@ -199,12 +213,10 @@ class _DataStep:
         size = self.unit_bytes(unit, recipe.compute if recipe.compute_copy else recipe.weight)
         return all_gather_s(self.plan.cluster, self.shard, size), size
 
-    def compute(
-        self, name: str, order: Sequence[int], times: float, leaf: int
-    ) -> list[list[tuple[float, float]]]:
-        """Forward or backward of a micro-batch: when each unit was computed, by kind."""
+    def compute(self, name: str, order: Sequence[int], times: float, leaf: int) -> None:
+        """Forward or backward of a micro-batch."""
         gathers = self.plan.parallel.stage == 3 and self.plan.parallel.shard > 1
-        begun, spans = list(self.now), []
+        begun = list(self.now)
         there = self.collective(PARAMETER_GATHER, self.now, *self.gather_s(order[0]), -1) if gathers else 0.0
         for place, unit in enumerate(order):
             starts = [max(now, there) for now in self.now]
@@ -212,22 +224,32 @@ class _DataStep:
                 self.put(kind, "host", PARAMETER_GATHER, self.now[kind], start)
             if gathers and place + 1 < len(order):
                 there = self.collective(PARAMETER_GATHER, starts, *self.gather_s(order[place + 1]), -1)
-            ends = []
-            for kind, start in enumerate(starts):
-                at = start + times * self.forward_s[unit] * self.slow[kind]
+            sends = name == "backward" and leaf == self.plan.micro_batches - 1 and self.overlaps
+            self.now, before = list(starts), 0.0
+            for done, size, number in [*(self.buckets[unit] if sends else ()), (1.0, 0, -1)]:
+                alone_s = (done - before) * times * self.forward_s[unit]
+                before = done
+                for kind, at in enumerate(self.now):
+                    self.now[kind] = at + self.stretched(alone_s * self.slow[kind], self.net - at)
+                if number >= 0:
+                    self.collective("exchange", self.now, self.cost_s(size), size, number)
+            for kind, at in enumerate(self.now):
                 for cause, seconds in zip((TENSOR_PARALLEL, EXPERT_DISPATCH), self.waits_s, strict=True):
                     if 0 < unit < len(self.units) - 1:
                         seconds *= times if name == "forward" else max(times - 1, 1)
                         self.put(kind, "host", cause, at, at + seconds)
                         at += seconds
-                ends.append(at)
-            self.now = ends
-            spans.append(list(zip(starts, ends, strict=True)))
+                self.now[kind] = at
             if name == "backward" and self.plan.parallel.stage >= 2 and self.plan.parallel.shard > 1:
                 self.scatter(unit)
         for kind, now in enumerate(self.now):
             self.put(kind, "compute", name, begun[kind], now, leaf=leaf)
-        return spans
+
+    def stretched(self, alone_s: float, sent_s: float) -> float:
+        """Seconds for ``alone_s`` of compute, while messages are sent in the first ``sent_s``."""
+        busy = self.plan.cluster.busy
+        longest = alone_s / (1 - busy) if busy < 1 else math.inf
+        return min(alone_s + busy * max(sent_s, 0.0), longest)
 
     def scatter(self, unit: int) -> None:
         """A unit's gradients go to their owners, in every micro-batch."""
@@ -238,15 +260,15 @@ class _DataStep:
     def run(self) -> Timeline:
         plan, parallel = self.plan, self.plan.parallel
         forwards = list(range(len(self.units)))
-        spans: list[list[tuple[float, float]]] = []
         for leaf in range(plan.micro_batches):
             self.compute("forward", forwards, 1.0, leaf)
-            spans = self.compute("backward", forwards[::-1], 3.0 if plan.model.checkpoint else 2.0, leaf)
+            self.compute("backward", forwards[::-1], 3.0 if plan.model.checkpoint else 2.0, leaf)
         backward = list(self.now)
         whole = sum(of_rank(unit, parallel) for unit in self.units)
-        if parallel.stage < 2:
-            self.reduce(spans)
-        elif parallel.dp > 1:
+        if not self.overlaps:
+            for _, size, number in chain.from_iterable(reversed(self.buckets.values())):
+                self.collective("exchange", backward, self.cost_s(size), size, number)
+        if parallel.stage >= 2 and parallel.dp > 1:
             size = whole * RECIPES[plan.recipe].gradient // parallel.shard
             self.collective("exchange", backward, all_reduce_s(plan.cluster, self.replicas, size), size, 0)
         for kind, now in enumerate(backward):
@@ -270,33 +292,9 @@ class _DataStep:
             self.put(kind, "host", PARAMETER_UPDATE, now, end)
             self.now[kind] = end
 
-    def reduce(self, spans: Sequence[Sequence[tuple[float, float]]]) -> None:
-        """Buckets leave as the strategy says, from the last micro-batch's backward on."""
-        plan, cluster = self.plan, self.plan.cluster
-        if self.all.size == 1:
-            return
-        pieces, ready = [], []  # in the order of backward
-        for unit, span in zip(reversed(self.units), spans, strict=True):
-            own = _pieces(plan, unit)
-            shares = [done / max(sum(own), 1) for done in accumulate(own)]
-            ready += [[start + share * (end - start) for start, end in span] for share in shares]
-            pieces += own
-        buckets = list(_buckets(pieces, plan))
-        if cluster.busy and plan.strategy in ("overlap", "bucketed"):
-            hidden = min(sum(self.cost_s(size) for _, size in buckets[:-1]), spans[-1][0][1] - spans[0][0][0])
-            self.now = [now + cluster.busy * hidden for now in self.now]
-            ready = [
-                [at + cluster.busy * hidden * (i + 1) / len(ready) for at in its]
-                for i, its in enumerate(ready)
-            ]
-        for number, (last, size) in enumerate(buckets):
-            overlaps = plan.strategy in ("overlap", "bucketed")
-            self.collective(
-                "exchange", ready[last] if overlaps else self.now, self.cost_s(size), size, number
-            )
-
-    def cost_s(self, num_bytes: int) -> float:
+    def cost_s(self, num_bytes: float) -> float:
         """Seconds of one bucket; a server receives all gradients and sends all weights over its own link."""
+        num_bytes *= NODE_SHARE[self.plan.parallel.nodes]
         if self.plan.strategy != "server":
             return all_reduce_s(self.plan.cluster, self.all, num_bytes)
         return 2 * (self.all.size - 1) * message_s(self.plan.cluster, self.all, num_bytes)

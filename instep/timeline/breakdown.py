@@ -81,6 +81,7 @@ class Parts:
         """What advice is about: seconds that this step would be shorter without."""
         return {
             COMPUTE: self.compute,
+            UPDATE: self.update,
             DATA: self.data,
             EXPOSED: self.exposed_s,
             GRADIENT_SYNC: self.exposed.get(GRADIENT_SYNC, 0.0),

@@ -11,7 +11,7 @@ from instep.cli.exit_codes import DONE
 from instep.cli.plan import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-COMMANDS = re.findall(r"^```console\n\$ instep plan (.*?)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^```console\n\$ instep plan (?!fit)(.*?)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 FILES = dict(re.findall(r"`(\w+\.toml)`:\n\n```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 
 

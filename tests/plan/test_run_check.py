@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import re
+import tempfile
 import tomllib
 from dataclasses import asdict, replace
 
@@ -12,6 +15,7 @@ import pytest
 
 from instep.cli.exit_codes import DONE, USAGE
 from instep.cli.plan import main
+from instep.comm.cost import fit, standard_errors
 from instep.models.config import GPTConfig
 from instep.plan.cluster import Cluster
 from instep.plan.memory_estimate import Batch, Device, Placement, largest
@@ -83,12 +87,29 @@ def test_one_run_predicts_others_of_the_same_machine(strategy: str, stage: int) 
     assert found.planned_s == pytest.approx(found.measured_s, rel=0.02)
 
 
+@pytest.mark.parametrize("place", [{"tp": 2}, {"pp": 2}, {"tp": 2, "dp": 2}], ids=str)
+def test_a_run_of_buckets_predicts_layers_over_ranks(place: dict) -> None:
+    base = run_figures(*run_of(replace(PLAN, strategy="naive")))
+    plan = replace(PLAN, parallel=Placement(**place), strategy="flat")
+    found = check(run_figures(*run_of(plan)), base)
+    assert found.planned_s == pytest.approx(found.measured_s, rel=0.02)
+
+
+def test_a_base_that_hid_its_exchanges_counts_what_hiding_cost_once(monkeypatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    busy = replace(PLAN, strategy="overlap", cluster=replace(CPU, busy=1.0))
+    hidden = run_figures(*run_of(busy))
+    assert check(hidden).planned_s == pytest.approx(check(hidden).measured_s, rel=0.03)
+    flat = run_figures(*run_of(replace(busy, strategy="flat")))
+    assert check(flat, hidden).planned_s == pytest.approx(check(flat).measured_s, rel=0.03)
+
+
 def test_a_scripts_step_is_planned_and_its_memory_is_not(tmp_path, capsys) -> None:
     _, summary = run_of(PLAN)
     found = run_figures({}, summary)
     words = check(found).words()
     assert re.fullmatch(r"step [\d.,]+ ms planned, [\d.,]+ ms measured \([+-]\d\.\d%\)", words)
-    with pytest.raises(ValueError, match="without tp, ep and pp: the model of a script is not known"):
+    with pytest.raises(ValueError, match=r"without tp, ep and pp, .* the model of a script is not known"):
         check(found, found)
 
 
@@ -115,6 +136,11 @@ def test_a_cluster_fitted_to_a_run_is_a_file_of_the_next_plan(tmp_path, capsys) 
     (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
     assert main(["fit", str(tmp_path / "a")]) == DONE
     text = capsys.readouterr().out
+    for name in ("local_us", "local_gb_per_s"):
+        low, high = re.search(
+            rf"^{name} = .*# 95 %: ([\d.e+-]+) to ([\d.e+-]+)$", text, re.MULTILINE
+        ).groups()
+        assert float(low) <= getattr(CPU, name) * 1.01 and getattr(CPU, name) * 0.99 <= float(high)
     (tmp_path / "machine.toml").write_text(text)
     found = tomllib.loads(text)["cluster"]
     assert found["tflops"] == pytest.approx(CPU.tflops, rel=0.01)
@@ -137,3 +163,38 @@ def test_the_settings_of_a_run_have_all_that_a_plan_reads() -> None:
     text = to_toml(tiny())
     for name in ("[model]", "[batch]", "[optim]", "[parallel]", "micro_size", "sequence"):
         assert name in text
+
+
+def test_without_a_run_fit_makes_one_and_removes_it(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    flags = [
+        "--",
+        "--steps",
+        "8",
+        "--model.layers",
+        "1",
+        "--model.width",
+        "16",
+        "--model.heads",
+        "1",
+        "--model.context",
+        "16",
+    ]
+    assert main(["fit", *flags]) == DONE
+    found = tomllib.loads(capsys.readouterr().out)["cluster"]
+    assert min(found[name] for name in ("tflops", "memory_gb_per_s", "local_us", "local_gb_per_s")) > 0
+    assert not list(tmp_path.glob("instep-*"))
+    assert main(["fit", "--", "--model.width", "-1"]) != DONE
+
+
+def test_intervals_of_a_fit_have_the_truth_in_them_about_as_often_as_they_say() -> None:
+    rng, alpha, beta, held = random.Random(0), 50e-6, 2e-9, [0, 0]
+    sizes = [2048.0 * 1.5**i for i in range(20)]
+    for _ in range(400):
+        times_s = [(alpha + beta * size) * rng.gauss(1, 0.05) for size in sizes]
+        found, error = fit(sizes, times_s), standard_errors(sizes, times_s)
+        held[0] += abs(found.latency_s - alpha) < 1.96 * error.latency_s
+        held[1] += abs(found.s_per_byte - beta) < 1.96 * error.s_per_byte
+    assert all(0.9 < count / 400 < 0.98 for count in held), held
+    assert standard_errors(sizes[:2], [1.0, 2.0]).latency_s == math.inf
