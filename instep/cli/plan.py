@@ -152,7 +152,7 @@ def fit_run(args: Sequence[str]) -> int:
             subprocess.run(
                 [sys.executable, "-m", "instep", "train", *words], stdout=subprocess.DEVNULL, check=True
             )
-        run = _figures(path)
+        run = figures_of(path)
     ranges = {
         name: f"  # 95 %: {low:.3g} to {high:.3g}" for name, (low, high) in run_check.intervals(run).items()
     }
@@ -166,8 +166,8 @@ def fit_run(args: Sequence[str]) -> int:
 def check_runs(args: Sequence[str]) -> int:
     """Print the runs that ``args`` name beside their plans."""
     options = tyro.cli(CheckFlags, prog=f"{PROGRAM} {CHECK}", description=CHECK_DESCRIPTION, args=list(args))
-    base = None if options.base is None else _figures(options.base)
-    found = {path: run_check.check(_figures(path), base) for path in options.runs}
+    base = None if options.base is None else figures_of(options.base)
+    found = {path: run_check.check(figures_of(path), base) for path in options.runs}
     lines = run_check.table(found)
     if options.json:
         lines = iter([json.dumps({str(path): asdict(one) for path, one in found.items()}, indent=1)])
@@ -175,7 +175,7 @@ def check_runs(args: Sequence[str]) -> int:
     return DONE
 
 
-def _figures(path: Path) -> run_check.RunFigures:
+def figures_of(path: Path) -> run_check.RunFigures:
     """What the run in ``path`` tells.
 
     Raises:
