@@ -1,7 +1,7 @@
-"""Step time against bucket size in three places, beside what arithmetic predicts.
+"""Step time against bucket size in four places, beside what arithmetic predicts.
 
-python benchmarks/link/buckets.py                         sockets, shared memory and a link: some ten minutes
-python benchmarks/link/buckets.py --place link            one of them, gloo, shm or link: some four minutes
+python benchmarks/link/buckets.py                         sockets, shared memory, two links: some ten minutes
+python benchmarks/link/buckets.py --place link            one of them: gloo, shm, link or link-10gbit
 python benchmarks/link/buckets.py --params 5M --samples 4 --out DIR    a trial, which leaves this folder alone
 
 Writes results (JSON, CSV), chart (SVG, PNG) and table (in README.md) of each place anew. The link needs
@@ -19,15 +19,18 @@ from typing import Any
 from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
 from instep.bench.buckets import draw, measure, notes, title_of
+from instep.bench.hosts import RATE
 from instep.bench.options import BucketsOptions
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/link/buckets.py"
 SIZES = (1.0, 2.0, 5.0, 10.0, 25.0, 100.0, 1000.0)
+FAST = "10gbit"
 PLACES: dict[str, dict[str, Any]] = {
     "gloo": {"backend": "gloo"},
     "shm": {"backend": "shm"},
     "link": {"link": True},
+    f"link-{FAST}": {"link": True, "rate": FAST},
 }
 
 
@@ -35,7 +38,7 @@ def main() -> int:
     wanted = arguments()
     for place in wanted.place or PLACES:
         began = time.monotonic()
-        params = wanted.params or ("20M" if place == "link" else "70M")
+        params = wanted.params or ("20M" if "link" in PLACES[place] else "70M")
         options = BucketsOptions(
             sizes=SIZES, params=params, samples=wanted.samples, rounds=3, **PLACES[place]
         )
@@ -64,7 +67,8 @@ def write(place: str, results: Results, folder: Path, minutes: float) -> None:
 
 
 def pages(results: Results) -> Pages:
-    place = "link" if results["link"] else results["backend"]
+    links = {RATE: "link", FAST: f"link-{FAST}"}
+    place = links[results["link"]] if results["link"] else results["backend"]
     said = "\n".join(f"- {note}" for note in notes(results))
     text = f"**{title_of(results)}**\n\n{tables.markdown(results['rows'])}\n\n{said}\n\n{made(results)}"
     return {README: {f"buckets, {place} table": text}}
