@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from instep.bench.exchange_cost import calls_since, measure_exchanges
+from instep.bench.exchange_cost import measure_exchanges
 from instep.bench.variants import SharedModel
 from instep.bench.workloads import Workload
 from instep.bench.worlds import World
@@ -21,6 +21,7 @@ from instep.replicate.wrapper import DataParallel
 
 WARM_UP = 2  # the first step learns the order of the gradients, the second sends by it for the first time
 EXCHANGES_SHARE = 0.2  # of the time
+OF_A_CALL = ("agree", "exchange")
 COPIES = 4  # of the weights: they, gradients in buckets, and what two of an exchange need
 
 
@@ -70,5 +71,10 @@ def _step(shared: SharedModel, model: DataParallel) -> dict[str, Any]:
     loss.backward()
     synchronize(shared.world.device)
     end = time.perf_counter()
-    sizes, busy_s = calls_since(model.recorder, start_ns)
-    return {"forward": middle - start, "backward": end - middle, "sizes": sizes, "busy": busy_s}
+    events = [event for event in model.recorder.events if event.start_ns >= start_ns]
+    return {
+        "forward": middle - start,
+        "backward": end - middle,
+        "sizes": [event.bytes for event in events if event.name == "exchange"],
+        "busy": sum(event.duration_s for event in events if event.name in OF_A_CALL),
+    }

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from instep.bench.worlds import FEWEST_SAMPLES, World, slowest_rank
 from instep.comm.cost import AlphaBeta, fit
-from instep.events import Recorder
 from instep.net.device import synchronize
 from instep.replicate.wrapper import DataParallel
 from instep.timeline.predict import HidingCost, busy_share, even_backward
@@ -28,7 +27,6 @@ from instep.timeline.predict import HidingCost, busy_share, even_backward
 # most sizes are some megabytes, as buckets are.
 SIZES = (4_000, 64_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000, 16_000_000, 32_000_000)
 BUDGET_S = 15.0
-OF_A_CALL = ("agree", "exchange")
 OVERLAPPING = ("overlap", "bucketed", "DDP")
 
 Samples = Mapping[str, Sequence[Sequence[float]]]
@@ -125,20 +123,13 @@ def measure_exchanges(
 
 
 def _exchange(world: World, model: DataParallel) -> tuple[float, float]:
-    """Seconds of one exchange, and of this process's cores meanwhile."""
+    """Seconds of one exchange, waking up and copying included, and of this process's cores meanwhile."""
     with model.no_sync():
         model().backward()
     world.barrier()
-    began_ns, work_s = time.monotonic_ns(), time.process_time()
+    began, work_s = time.perf_counter(), time.process_time()
     model.sync_gradients()
     synchronize(world.device)
-    work_s = time.process_time() - work_s
+    exchange_s, work_s = time.perf_counter() - began, time.process_time() - work_s
     model.zero_grad()
-    return calls_since(model.recorder, began_ns)[1], work_s
-
-
-def calls_since(recorder: Recorder, began_ns: int) -> tuple[list[int], float]:
-    """The bytes of each exchange since then, and how long all of them took together."""
-    events = [event for event in recorder.events if event.start_ns >= began_ns and event.name in OF_A_CALL]
-    sizes = [event.bytes for event in events if event.name == "exchange"]
-    return sizes, sum(event.duration_s for event in events)
+    return exchange_s, work_s
