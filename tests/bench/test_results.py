@@ -123,6 +123,8 @@ def test_a_link_is_recovered_from_exchanges_that_begin_with_a_burst():
     samples = {str(size): [[flight(size)] * 3, [1e-3] * 3] for size in SIZES}
     found = ExchangeCost.of([samples, samples]).flight
     assert found.s_per_byte == pytest.approx(beta, rel=0.1)
+    large = [size for size in SIZES if size >= 2_000_000]
+    assert [found.time_s(size) for size in large] == pytest.approx([flight(size) for size in large], rel=0.06)
 
 
 @pytest.mark.slow
