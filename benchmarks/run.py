@@ -99,7 +99,7 @@ EXPERIMENTS = (
         "link/buckets",
         EXCHANGE,
         10,
-        results=tuple(f"buckets-{place}.json" for place in ("gloo", "shm", "link", "link-10gbit")),
+        results=tuple(f"buckets-{place}.json" for place in ("gloo", "shm", "link")),
     ),
     Experiment("link/formats", ("reduce", "replicate", "step", "net"), 15),
     Experiment("link/nodes", ("reduce", "rng"), 30),

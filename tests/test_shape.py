@@ -70,7 +70,7 @@ PURE = [
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 985,
-    "bench": 5865,
+    "bench": 5866,
     "checkpoint": 4090,
     "cli": 1265,
     "comm": 1015,

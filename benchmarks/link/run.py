@@ -78,16 +78,18 @@ def growth(several: Sequence[Results]) -> list[dict[str, Any]]:
 
 def pages(results: Results) -> Pages:
     pairs, several = results["pairs"], results["several"]
-    text = Workload(**pairs[0]["setting"]).text
     small = Workload(**several[0]["setting"]).text
-    note = f"All hosts share the cores. {made(results)}"
-    tables = {
-        f"{pair['rate']} table": f"2 hosts, {rate_text(pair['rate'])} between them; {text}.\n\n"
-        f"{report(pair)}\n\n{note}"
-        for pair in pairs
+    texts = []
+    for pair in pairs:
+        where = f"2 hosts, {rate_text(pair['rate'])} between them"
+        text = Workload(**pair["setting"]).text
+        texts.append(f"{where}; {text}.\n\n{report(pair)}\n\n![{where}](chart-{pair['rate']}.svg)")
+    return {
+        README: {
+            "link table": "\n\n".join([*texts, f"All hosts share the cores. {made(results)}"]),
+            "hosts table": f"{small}.\n\n{markdown(growth(several))}\n\n{made(results)}",
+        }
     }
-    hosts = f"{small}.\n\n{markdown(growth(several))}\n\n{made(results)}"
-    return {README: {**tables, "hosts table": hosts}}
 
 
 def write(pairs: Sequence[LinkResults], several: Sequence[LinkResults], folder: Path, minutes: float) -> None:

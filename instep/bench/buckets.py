@@ -24,7 +24,7 @@ HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only
 def run(options: BucketsOptions) -> None:
     """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for."""
     results = measure(options)
-    tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=notes(results))
+    tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=results["notes"])
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
@@ -50,13 +50,14 @@ def measure(options: BucketsOptions) -> dict[str, Any]:
         by_rank = over_link(measure_buckets, task, hosts=options.ranks, rate=options.rate)
     else:
         by_rank = on_ranks(measure_buckets, task, ranks=options.ranks, backend=options.backend)
-    return {
+    results = {
         **task,
         "ranks": options.ranks,
         "link": options.rate if options.link else None,
         "warm_up": WARM_UP,
         **summarise(by_rank, options.sizes, on_gpu=options.backend == "nccl"),
     }
+    return {**results, "notes": notes(results)}
 
 
 def summarise(
