@@ -98,7 +98,7 @@ BUDGET = {
     "state": 2220,
     "step": 2735,
     "tensor": 1070,
-    "timeline": 4881,
+    "timeline": 4882,
     "verify": 755,
 }
 MAX_FILE_LINES = 800
