@@ -70,7 +70,7 @@ PURE = [
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 985,
-    "bench": 5775,
+    "bench": 5866,
     "checkpoint": 4090,
     "cli": 1265,
     "comm": 1015,
@@ -98,7 +98,7 @@ BUDGET = {
     "state": 2220,
     "step": 2735,
     "tensor": 1070,
-    "timeline": 4935,
+    "timeline": 4882,
     "verify": 755,
 }
 MAX_FILE_LINES = 800

@@ -22,8 +22,7 @@ from typing import Any
 
 from benchmarks.advice.rank import record
 from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
-from instep.bench.hosts import network, obstacle
-from instep.bench.link import RATE, RATE_TEXT
+from instep.bench.hosts import RATE, network, obstacle, rate_text
 from instep.bench.options import parse_count
 from instep.bench.tables import markdown
 from instep.bench.variants import OURS, Variant
@@ -159,7 +158,9 @@ def write(found: Mapping[str, Any], events: Mapping[str, Any], folder: Path) -> 
 
 
 def what(found: Results) -> str:
-    where = f"two hosts with {RATE_TEXT} between them" if found["over_link"] else "two ranks on one host"
+    where = (
+        f"two hosts with {rate_text(RATE)} between them" if found["over_link"] else "two ranks on one host"
+    )
     return f"{Workload(**found['setting']).text}; {where}"
 
 

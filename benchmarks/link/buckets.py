@@ -1,7 +1,7 @@
 """Step time against bucket size in three places, beside what arithmetic predicts.
 
-python benchmarks/link/buckets.py                         sockets, shared memory and a link: some ten minutes
-python benchmarks/link/buckets.py --place link            one of them, gloo, shm or link: some four minutes
+python benchmarks/link/buckets.py                         sockets, shared memory and links: some ten minutes
+python benchmarks/link/buckets.py --place link            one of them, gloo, shm or link: some six minutes
 python benchmarks/link/buckets.py --params 5M --samples 4 --out DIR    a trial, which leaves this folder alone
 
 Writes results (JSON, CSV), chart (SVG, PNG) and table (in README.md) of each place anew. The link needs
@@ -18,16 +18,17 @@ from typing import Any
 
 from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench import tables
-from instep.bench.buckets import draw, measure, notes, title_of
+from instep.bench.buckets import draw, measure, place_of, title_of
+from instep.bench.hosts import RATE
 from instep.bench.options import BucketsOptions
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/link/buckets.py"
 SIZES = (1.0, 2.0, 5.0, 10.0, 25.0, 100.0, 1000.0)
-PLACES: dict[str, dict[str, Any]] = {
-    "gloo": {"backend": "gloo"},
-    "shm": {"backend": "shm"},
-    "link": {"link": True},
+PLACES: dict[str, list[dict[str, Any]]] = {
+    "gloo": [{"backend": "gloo"}],
+    "shm": [{"backend": "shm"}],
+    "link": [{"link": True}, {"link": True, "rate": "10gbit"}],
 }
 
 
@@ -35,13 +36,12 @@ def main() -> int:
     wanted = arguments()
     for place in wanted.place or PLACES:
         began = time.monotonic()
-        params = wanted.params or ("20M" if place == "link" else "70M")
-        options = BucketsOptions(
-            sizes=SIZES, params=params, samples=wanted.samples, rounds=3, **PLACES[place]
-        )
-        results = measure(options)
-        write(place, results, wanted.out, (time.monotonic() - began) / 60)
-        tables.show(results["rows"], title_of(results), notes=notes(results))
+        common = {"sizes": SIZES, "samples": wanted.samples, "rounds": 3}
+        common["params"] = wanted.params or ("20M" if place == "link" else "70M")
+        found = [measure(BucketsOptions(**common, **one)) for one in PLACES[place]]
+        write(place, found, wanted.out, (time.monotonic() - began) / 60)
+        for one in found:
+            tables.show(one["rows"], title_of(one), notes=one["notes"])
     return 0
 
 
@@ -53,21 +53,30 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(place: str, results: Results, folder: Path, minutes: float) -> None:
-    """Results, chart and table into ``folder``, which keeps the tables of other places."""
+def write(place: str, found: list[dict[str, Any]], folder: Path, minutes: float) -> None:
+    """Results, charts and tables into ``folder``, which keeps the tables of other places."""
     if not (folder / README).exists():
         prepare(folder, HERE)
-    tables.write_csv(folder / f"buckets-{place}.csv", results["rows"])
-    draw(results, folder / f"buckets-{place}.svg")
-    command = f"{COMMAND} --place {place}"
-    save(folder / f"buckets-{place}.json", {"minutes": minutes, **results}, pages, HERE, command)
+    for one in found:
+        tables.write_csv(folder / f"{stem(one)}.csv", one["rows"])
+        draw(one, folder / f"{stem(one)}.svg")
+    results = {"minutes": minutes, "place": place, "measured": found}
+    save(folder / f"buckets-{place}.json", results, pages, HERE, f"{COMMAND} --place {place}")
+
+
+def stem(one: Results) -> str:
+    """The name of its files."""
+    rate = "" if one["link"] in (None, RATE) else f"-{one['link']}"
+    return f"buckets-{'link' if one['link'] else one['backend']}{rate}"
 
 
 def pages(results: Results) -> Pages:
-    place = "link" if results["link"] else results["backend"]
-    said = "\n".join(f"- {note}" for note in notes(results))
-    text = f"**{title_of(results)}**\n\n{tables.markdown(results['rows'])}\n\n{said}\n\n{made(results)}"
-    return {README: {f"buckets, {place} table": text}}
+    texts = []
+    for one in results["measured"]:
+        said = "\n".join(f"- {note}" for note in one["notes"])
+        chart = f"![step time against bucket size, {place_of(one)}]({stem(one)}.svg)"
+        texts.append(f"{chart}\n\n**{title_of(one)}**\n\n{tables.markdown(one['rows'])}\n\n{said}")
+    return {README: {f"buckets, {results['place']} table": "\n\n".join([*texts, made(results)])}}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
-from instep.bench.hosts import RATE_TEXT
+from instep.bench.hosts import RATE, rate_text
 from instep.bench.options import parse_count
 from instep.bench.steps import MS, StepResults, require_room
 from instep.bench.steps_rank import measure_steps
@@ -180,7 +180,7 @@ def write(
             if row["contestant"] != DDP.label
         ],
         folder / "formats.svg",
-        title=f"A training step on {HOSTS} hosts with {RATE_TEXT} between them",
+        title=f"A training step on {HOSTS} hosts with {rate_text(RATE)} between them",
         subtitle=f"{text_of(chosen)}; over that of torch's DDP, median and quartiles",
         label="contestant", value="x DDP", low="x DDP q25", high="x DDP q75", unit="x", group="panel",
         reference=1.0, reference_text="torch's DDP",

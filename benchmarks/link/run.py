@@ -1,4 +1,4 @@
-"""Strategies over 1 Gbit/s, and a parameter server with more and more hosts: measures and writes all anew.
+"""Strategies over 1 and 10 Gbit/s, a parameter server with more and more hosts: measures and writes all.
 
 python benchmarks/link/run.py                               some ten minutes; writes into this folder
 python benchmarks/link/run.py --params 1M --samples 3 --out DIR      a trial, which leaves this folder alone
@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
 from instep.bench.charts import bars
-from instep.bench.link import RATE_TEXT, LinkResults, chart, measure, report, title
+from instep.bench.hosts import RATE, rate_text
+from instep.bench.link import LinkResults, chart, measure, report, title
 from instep.bench.options import parse_count
 from instep.bench.tables import markdown, show, write_csv
 from instep.bench.workloads import Workload, workload
@@ -26,6 +27,7 @@ from instep.bench.workloads import Workload, workload
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/link/run.py"
 NUM_HOSTS = (2, 3, 4)
+FAST = "10gbit"
 COMPARED = ("server", "DDP", "bucketed")
 
 
@@ -33,14 +35,15 @@ def main() -> int:
     wanted = arguments()
     began = time.monotonic()
     chosen = workload("link", parse_count(wanted.params) if wanted.params else None)
-    pair = measure(chosen, 2, (), wanted.samples)
+    pairs = [measure(chosen, 2, (), wanted.samples, rate) for rate in (RATE, FAST)]
     # Little to compute: four hosts share the cores of one, and it is their links that are of interest.
     small = replace(chosen, batch=1)
     fewer = max(wanted.samples // 3, 3)  # bytes do not vary, and hosts that share two cores are slow
     several = [measure(small, hosts, ("server", "bucketed-gloo"), fewer) for hosts in NUM_HOSTS]
-    show(pair.rows, title(pair), notes=pair.notes)
+    for pair in pairs:
+        show(pair.rows, title(pair), notes=pair.notes)
     show(growth([found.as_json() for found in several]), "more hosts")
-    write(pair, several, wanted.out, (time.monotonic() - began) / 60)
+    write(pairs, several, wanted.out, (time.monotonic() - began) / 60)
     return 0
 
 
@@ -74,31 +77,39 @@ def growth(several: Sequence[Results]) -> list[dict[str, Any]]:
 
 
 def pages(results: Results) -> Pages:
-    pair, several = results["pair"], results["several"]
-    where = f"{pair['hosts']} hosts, {RATE_TEXT} between them; {Workload(**pair['setting']).text}"
+    pairs, several = results["pairs"], results["several"]
     small = Workload(**several[0]["setting"]).text
-    note = f"All hosts share the cores. {made(results)}"
+    texts = []
+    for pair in pairs:
+        where = f"2 hosts, {rate_text(pair['rate'])} between them"
+        text = Workload(**pair["setting"]).text
+        texts.append(f"{where}; {text}.\n\n{report(pair)}\n\n![{where}](chart-{pair['rate']}.svg)")
     return {
         README: {
-            "link table": f"{where}.\n\n{report(pair)}\n\n{note}",
+            "link table": "\n\n".join([*texts, f"All hosts share the cores. {made(results)}"]),
             "hosts table": f"{small}.\n\n{markdown(growth(several))}\n\n{made(results)}",
         }
     }
 
 
-def write(pair: LinkResults, several: Sequence[LinkResults], folder: Path, minutes: float) -> None:
+def write(pairs: Sequence[LinkResults], several: Sequence[LinkResults], folder: Path, minutes: float) -> None:
     """Results, tables and charts into ``folder``."""
     prepare(folder, HERE)
-    results = {"minutes": minutes, "pair": pair.as_json(), "several": [found.as_json() for found in several]}
+    jsons = {
+        name: [one.as_json() for one in found] for name, found in (("pairs", pairs), ("several", several))
+    }
+    results: dict[str, Any] = {"minutes": minutes, **jsons}
     rows = growth(results["several"])
-    write_csv(folder / "results.csv", pair.rows)
+    write_csv(folder / "results.csv", [{"rate": pair.rate, **row} for pair in pairs for row in pair.rows])
     write_csv(folder / "hosts.csv", rows)
-    chart(pair, folder / "chart.svg")
+    for pair in pairs:
+        chart(pair, folder / f"chart-{pair.rate}.svg")
     bars(
         [{**row, "panel": f"{row['hosts']} hosts"} for row in sorted(rows, key=lambda row: row["hosts"])],
         folder / "hosts.svg",
         title="What a step waits for, with more hosts",
-        subtitle=f"{several[0].workload.text}; {RATE_TEXT} to every host; step time less that of no exchange",
+        subtitle=f"{several[0].workload.text}; {rate_text(RATE)} to every host; step time less that of no "
+        "exchange",
         label="strategy", value="exposed(ms)", unit="ms", group="panel",
     )  # fmt: skip
     save(folder / "results.json", results, pages, HERE, COMMAND)

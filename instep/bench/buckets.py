@@ -10,12 +10,12 @@ from typing import Any
 from instep.bench import charts, tables
 from instep.bench.buckets_rank import COPIES, WARM_UP, measure_buckets
 from instep.bench.charts import Measure
-from instep.bench.hosts import RATE_TEXT
+from instep.bench.exchange_cost import ExchangeCost, medians
+from instep.bench.hosts import rate_text
 from instep.bench.options import BucketsOptions
 from instep.bench.workloads import Workload
 from instep.bench.worlds import on_ranks, over_link, require_memory, slowest_rank
-from instep.comm.cost import AlphaBeta, fit
-from instep.timeline.predict import best_bucket, uniform_exposed_s
+from instep.timeline.predict import best_bucket
 
 MIB = 1 << 20
 HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only
@@ -24,7 +24,7 @@ HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only
 def run(options: BucketsOptions) -> None:
     """Measure as ``options`` say: a table on stdout, progress on stderr, files where they were asked for."""
     results = measure(options)
-    tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=notes(results))
+    tables.show(tables.short(results["rows"], HIDDEN), title_of(results), notes=results["notes"])
     tables.write(options, results, results["rows"], lambda path: draw(results, path))
 
 
@@ -47,19 +47,22 @@ def measure(options: BucketsOptions) -> dict[str, Any]:
         "rounds": options.rounds,
     }
     if options.link:
-        by_rank = over_link(measure_buckets, task, hosts=options.ranks)
+        by_rank = over_link(measure_buckets, task, hosts=options.ranks, rate=options.rate)
     else:
         by_rank = on_ranks(measure_buckets, task, ranks=options.ranks, backend=options.backend)
-    return {
+    results = {
         **task,
         "ranks": options.ranks,
-        "link": options.link,
+        "link": options.rate if options.link else None,
         "warm_up": WARM_UP,
-        **summarise(by_rank, options.sizes),
+        **summarise(by_rank, options.sizes, on_gpu=options.backend == "nccl"),
     }
+    return {**results, "notes": notes(results)}
 
 
-def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> dict[str, Any]:
+def summarise(
+    by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float], *, on_gpu: bool = False
+) -> dict[str, Any]:
     """The rows and the model, of what every rank has measured."""
 
     def slowest(size: float, *phases: str) -> list[float]:
@@ -71,24 +74,20 @@ def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> d
         return tables.quantiles(samples).median
 
     forward_s, backward_s = median(slowest(0, "forward")), median(slowest(0, "backward"))
-    link_s = {
-        int(size): median(slowest_rank([rank["link"][size] for rank in by_rank]))
-        for size in by_rank[0]["link"]
-    }
-    link = fit(list(link_s), list(link_s.values()))
+    exchanges = [rank["exchanges"] for rank in by_rank]
+    cost = ExchangeCost.of(exchanges, on_gpu=on_gpu)
     total = by_rank[0]["gradient_bytes"]
     rows = []
     for size in sizes:
         steps = [1e3 * s for s in slowest(size, "forward", "backward")]
         of_steps = tables.quantiles(steps)
-        calls = int(by_rank[0]["turns"][str(size)][0]["calls"])
-        # A parameter is never cut, so buckets are larger than their cap: the model is asked about these.
-        model_s = forward_s + backward_s + uniform_exposed_s(total / calls, total, backward_s, link)
+        buckets = by_rank[0]["turns"][str(size)][0]["sizes"]
+        model_s = cost.step_s("bucketed", buckets, forward_s, backward_s)
         rows.append(
             {
                 "bucket(MiB)": size,
-                "calls": calls,
-                "call(ms)": 1e3 * median(slowest(size, "busy")) / calls,
+                "calls": len(buckets),
+                "call(ms)": 1e3 * median(slowest(size, "busy")) / len(buckets),
                 "step(ms)": of_steps.median,
                 "min(ms)": of_steps.min,
                 "p99(ms)": of_steps.p99,
@@ -96,18 +95,21 @@ def summarise(by_rank: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> d
                 "high(ms)": tables.quantile(steps, 0.75),
                 "exposed(ms)": of_steps.median - 1e3 * (forward_s + backward_s),
                 "model(ms)": 1e3 * model_s,
+                "error(%)": 100 * (1e3 * model_s / of_steps.median - 1),
             }
         )
+    best = min(rows, key=lambda row: row["step(ms)"])
+    chosen = min(rows, key=lambda row: row["model(ms)"])
     return {
         "gradient_bytes": total,
         "forward_ms": 1e3 * forward_s,
         "backward_ms": 1e3 * backward_s,
-        "alpha_us": 1e6 * link.latency_s,
-        "beta_ns_per_byte": 1e9 * link.s_per_byte,
-        "link_us": {str(size): 1e6 * s for size, s in link_s.items()},
-        "best_measured_mib": min(rows, key=lambda row: row["step(ms)"])["bucket(MiB)"],
-        "best_of_these_by_model_mib": min(rows, key=lambda row: row["model(ms)"])["bucket(MiB)"],
-        "best_predicted_mib": best_bucket(total, backward_s, link) / MIB,
+        "cost": asdict(cost),
+        "exchanges": cost.words(medians(exchanges, 0)),
+        "best_measured_mib": best["bucket(MiB)"],
+        "best_of_these_by_model_mib": chosen["bucket(MiB)"],
+        "regret": chosen["step(ms)"] / best["step(ms)"] - 1,
+        "best_predicted_mib": best_bucket(total, backward_s, cost.flight) / MIB,
         "rows": rows,
     }
 
@@ -120,14 +122,13 @@ def title_of(results: Mapping[str, Any]) -> str:
 def place_of(results: Mapping[str, Any]) -> str:
     """Where the ranks were, and what they talked through."""
     if results["link"]:
-        return f"{results['ranks']} hosts with {RATE_TEXT} between them"
+        return f"{results['ranks']} hosts with {rate_text(results['link'])} between them"
     return f"{results['ranks']} ranks, {results['backend']}"
 
 
 def notes(results: Mapping[str, Any]) -> list[str]:
     """What has to be known to read the table."""
-    link = AlphaBeta(results["alpha_us"] * 1e-6, results["beta_ns_per_byte"] * 1e-9)
-    total_ms = 1e3 * link.s_per_byte * results["gradient_bytes"]
+    total_ms = 1e3 * results["cost"]["flight"]["s_per_byte"] * results["gradient_bytes"]
     bound = "communication-bound" if total_ms > results["backward_ms"] else "compute-bound"
     way = "in the fixed order" if results["ordered"] else "by the backend's all-reduce"
     return [
@@ -136,10 +137,11 @@ def notes(results: Mapping[str, Any]) -> list[str]:
         f"call: one bucket's exchange on the lane, {way}, including waits for the other ranks.",
         f"without exchange: forward {results['forward_ms']:.0f} ms, backward {results['backward_ms']:.0f} "
         "ms.",
-        f"fitted: alpha {results['alpha_us']:.0f} us, beta {results['beta_ns_per_byte']:.3f} ns/byte, so "
-        f"{total_ms:.0f} ms for all {results['gradient_bytes'] / 1e6:.0f} MB of gradients: {bound}.",
+        f"{results['exchanges']}.",
+        f"by beta {total_ms:.0f} ms for all {results['gradient_bytes'] / 1e6:.0f} MB of gradients: {bound}.",
         f"best measured: {results['best_measured_mib']:g} MiB; best of these by the model: "
-        f"{results['best_of_these_by_model_mib']:g} MiB, of any: {results['best_predicted_mib']:.3g} MiB.",
+        f"{results['best_of_these_by_model_mib']:g} MiB, whose step takes {results['regret']:.1%} longer; of "
+        f"any, by the closed form: {results['best_predicted_mib']:.3g} MiB.",
     ]
 
 

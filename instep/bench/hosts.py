@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "instep"
-RATE, RATE_TEXT = "1gbit", "1 Gbit/s"  # where no other is asked for
+RATE = "1gbit"  # where no other is asked for
 INTERFACE = "eth0"
 FIRST_PORT = 29500
 # The beginning of every message, as much as the bucket holds, passes at the speed of memory: what the link
@@ -165,11 +166,15 @@ def network(num_hosts: int = 2, *, rate: str = RATE) -> Iterator[Network]:
 
 def bytes_per_s(rate: str) -> float:
     """What a link of ``rate`` carries in each direction; ``ValueError`` for what is no rate."""
-    digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = rate[len(digits) :]
-    if unit not in UNIT_BITS or not digits.replace(".", "", 1).isdecimal():
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([kmg]bit)", rate)
+    if found is None:
         raise ValueError(f"rate {rate!r}: expected a number with kbit, mbit or gbit, such as 1gbit")
-    return float(digits) * UNIT_BITS[unit] / 8
+    return float(found[1]) * UNIT_BITS[found[2]] / 8
+
+
+def rate_text(rate: str) -> str:
+    """``"10gbit"`` -> "10 Gbit/s"."""
+    return f"{rate[:-4]} {rate[-4:].capitalize()}/s"
 
 
 def _namespace(name: str) -> str:

@@ -55,7 +55,22 @@ class OutputFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesOptions(OutputFiles):
+class LinkOptions(OutputFiles):
+    """Where the ranks are."""
+
+    link: bool = False
+    """Put every rank on a host of its own: network namespaces, a link from each to one switch."""
+    rate: str = RATE
+    """Rate of each link in each direction, in the words of tc: 1gbit, 200mbit."""
+
+    def check(self) -> None:
+        """``ValueError`` for what cannot be measured."""
+        if self.rate != RATE and not self.link:
+            raise ValueError(f"rate {self.rate!r} is that of a link, of which one host has none: pass --link")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesOptions(LinkOptions):
     """Time of a collective against its size, on several backends in one run.
 
     algbw is S / time, busbw that times a link's share of S (all-reduce: 2 (W-1)/W), as in nccl-tests.
@@ -74,10 +89,6 @@ class CollectivesOptions(OutputFiles):
     """Message sizes, such as 1KB,64KB,4MB; 1KB to 100MB by default."""
     full: bool = False
     """Also measure 1GB."""
-    link: bool = False
-    """Put every rank on a host of its own: network namespaces, a link from each to one switch."""
-    rate: str = RATE
-    """Rate of each link in each direction, in the words of tc: 1gbit, 200mbit."""
     samples: int = 20
     """Samples of each; a sample of a small message is the mean of several calls."""
     budget_s: float = 15.0
@@ -85,16 +96,15 @@ class CollectivesOptions(OutputFiles):
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
+        super().check()
         _check_ranks(*self.ranks)
         if self.samples < 2:
             raise ValueError(f"expected at least 2 samples, got {self.samples}")
-        if self.rate != RATE and not self.link:
-            raise ValueError(f"rate {self.rate!r} is that of a link, of which one host has none: pass --link")
         sizes_of(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(OutputFiles):
+class ModelOptions(LinkOptions):
     """The model, the work of a rank in a step, and the place of the ranks."""
 
     preset: Annotated[str, tyro.conf.arg(metavar="|".join(PRESETS))] = ""
@@ -110,11 +120,10 @@ class ModelOptions(OutputFiles):
     backend: Backend | None = None
     """Transport; with nccl the models are on GPUs, one per rank. By default steps compares gloo and shm, and
     scaling uses the transport of training."""
-    link: bool = False
-    """Put every rank on a host of its own: network namespaces with 1 Gbit/s between them."""
 
     def check(self) -> None:
         """``ValueError`` for what cannot be measured."""
+        super().check()
         if self.preset and self.params:
             raise ValueError(
                 f"--preset {self.preset} and --params {self.params} both say how large the model is: pass one"

@@ -24,7 +24,7 @@ from typing import Any
 
 from instep.bench import charts, tables
 from instep.bench.charts import Measure
-from instep.bench.hosts import RATE_TEXT
+from instep.bench.hosts import rate_text
 from instep.bench.options import ScalingOptions, split_words
 from instep.bench.steps import MS, PANELS, WEIGHTS_AND_GRADIENTS, StepResults
 from instep.bench.steps_rank import measure_scaling
@@ -114,7 +114,7 @@ def measure(options: ScalingOptions) -> dict[str, Any]:
         "samples": options.samples,
     }
     if options.link:
-        by_rank = over_link(measure_scaling, task, hosts=max(plan.ranks))
+        by_rank = over_link(measure_scaling, task, hosts=max(plan.ranks), rate=options.rate)
     else:
         by_rank = on_ranks(measure_scaling, task, ranks=max(plan.ranks), backend=backend)
     steps = StepResults(by_rank)
@@ -122,7 +122,7 @@ def measure(options: ScalingOptions) -> dict[str, Any]:
         **task,
         "ranks": plan.ranks,
         "backend": backend,
-        "link": options.link,
+        "link": options.rate if options.link else None,
         "cores": None if backend == "nccl" else tables.environment()["cores"],
         "rows": rows_of(plan, steps),
         "ms": {name: [MS * step for step in steps.steps(name)] for name in plan.arms},
@@ -198,7 +198,7 @@ def _model(results: Mapping[str, Any]) -> str:
 def _place(results: Mapping[str, Any]) -> str:
     counts = ", ".join(map(str, results["ranks"]))
     if results["link"]:
-        return f"{counts} hosts with {RATE_TEXT} between them"
+        return f"{counts} hosts with {rate_text(results['link'])} between them"
     return f"{counts} ranks {PANELS[results['backend']]}"
 
 

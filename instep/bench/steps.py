@@ -30,10 +30,8 @@ from instep.bench.variants import (
     DDP,
     DECLARED_VARIANTS,
     HOST_VARIANTS,
-    LATENCY,
     NONE,
     SHARDED_VARIANTS,
-    WIRE,
     Variant,
     choose,
     over,
@@ -46,7 +44,6 @@ MS = 1e3
 MEMORY_SHARE = 0.4  # of the time, where the memory of each strategy is measured
 GAP, LEAST_GAP = "gap closed", 0.03  # of DDP's step: a share of less is noise
 WEIGHTS_AND_GRADIENTS = 2  # what all variants share, and what the one that steps has for a while
-NOT_STEPS = {WIRE.name, LATENCY.name}
 # What the table on stdout leaves to the files.
 HIDDEN = (
     *("setting", "x none"),
@@ -320,8 +317,7 @@ def require_room(
     chosen: Workload, variants: Sequence[Variant], ranks: int, backend: str | None = None
 ) -> None:
     """Raise ``ValueError`` if what the variants hold will not fit side by side."""
-    stepped = [one for one in variants if one.name not in NOT_STEPS]
-    kept = sum(one.copies(ranks) for one in variants) + chosen.num_moments * len(stepped)
+    kept = sum(one.copies(ranks) + chosen.num_moments for one in variants)
     require_memory(
         chosen.rank_bytes(WEIGHTS_AND_GRADIENTS + kept),
         ranks=ranks,

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.bench.exchange_cost import measure_exchanges
 from instep.bench.hosts import INTERFACE
 from instep.bench.memory_usage import MemoryUsage, memory_usage
 from instep.bench.saved_bytes import saved_beside
@@ -60,6 +61,7 @@ from instep.replicate.threads import ThreadedReplicas
 from instep.timeline.intervals import total_ns, union
 
 DROPPED = 2
+EXCHANGES = 15  # of each size
 NUM_STEPS = 3  # of a variant that is alone
 MEGABYTE = 1e6
 _KEYS = (
@@ -89,6 +91,13 @@ def measure_steps(world: World, task: dict[str, Any]) -> dict[str, Measured]:
         except Unavailable as error:
             world.say(f"  without {one.name}: {error}")
     return take_turns(world, runners, task["samples"], shared.workload.steps)
+
+
+def measure_link(world: World, task: dict[str, Any]) -> dict[str, Any]:
+    """What exchanges cost alone, and then all rounds of ``measure_steps``; ``task``: its."""
+    total, pg = Workload(**task["workload"]).gradient_bytes, world.group("gloo")
+    exchanges = measure_exchanges(world, pg, total, EXCHANGES)
+    return {"exchanges": exchanges, "steps": measure_steps(world, task)}
 
 
 def measure_scaling(world: World, task: dict[str, Any]) -> dict[str, Measured]:

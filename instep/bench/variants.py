@@ -13,7 +13,6 @@
     none                           as many processes at once, and no synchronisation: the baseline
     alone                          rank 0 steps, the others wait: what one rank could do with the machine
     one                            the same, with the batches of all ranks, one after the other
-    wire, latency                  no step: an all-reduce of as many bytes as the gradients have, of 4 bytes
 
 Many variants are in one process at a time, so that they can take turns, and memory is what there is
 least of. They share the memory of the weights: each has a copy of the module whose parameters are other
@@ -36,7 +35,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -61,7 +59,6 @@ from instep.step.micro_batches import MicroBatch
 
 BUCKET_MB = 25.0
 DDP_HOOKS = {"float16": fp16_compress_hook}  # that of bfloat16 refuses CPUs
-NUM_LATENCIES = 10
 SEED = 0  # of the weights of all variants
 
 
@@ -228,22 +225,6 @@ class ServerLoop:
         self.server.step()
 
 
-class BareTransfer:
-    """No step at all: ``times`` all-reduces of ``num_bytes``."""
-
-    recorder: Recorder | None = None
-    forward_s = guard_s = 0.0
-
-    def __init__(self, shared: SharedModel, num_bytes: int, times: int = 1) -> None:
-        self.x = torch.zeros(num_bytes // 4)
-        self.group = shared.world.group("gloo")
-        self.times = times
-
-    def step(self) -> None:
-        for _ in range(self.times):
-            dist.all_reduce(self.x, group=self.group)
-
-
 class Unavailable(RuntimeError):
     """A variant that cannot run here; the text says why."""
 
@@ -258,7 +239,7 @@ class IdleRank:
         pass
 
 
-Runner = TrainingLoop | ServerLoop | BareTransfer | IdleRank
+Runner = TrainingLoop | ServerLoop | IdleRank
 
 
 SHARD_STAGES: Mapping[str, int] = {"stage1": 1, "stage2": 2, "stage3": 3}
@@ -388,10 +369,6 @@ class Variant:
                 return DeclaredThreadsLoop(shared)
             case "one":
                 return AccumulationLoop(shared)
-            case "wire":
-                return BareTransfer(shared, sum(p.nbytes for p in shared.module.parameters()))
-            case "latency":
-                return BareTransfer(shared, 4, NUM_LATENCIES)
             case "server":
                 return ServerLoop(shared, self.backend)
         if self.backend == "shm" and not available():
@@ -443,7 +420,6 @@ class Variant:
 NONE, ALONE, ONE = Variant("none"), Variant("alone"), Variant("one")
 THREADS, DECLARED_THREADS = Variant("threads"), Variant("threads-declared")
 ON_RANK_0 = {ALONE, ONE, THREADS, DECLARED_THREADS}
-WIRE, LATENCY = Variant("wire", "gloo"), Variant("latency", "gloo")
 DDP = Variant("DDP", "gloo")
 OURS = ("naive", "flat", "overlap", "bucketed")
 # On one host.
@@ -479,15 +455,13 @@ DECLARED_VARIANTS = tuple(
 # Over a link. The smaller buckets are near the best size, S sqrt(latency / backward).
 LINK_VARIANTS = (
     NONE,
-    WIRE,
-    LATENCY,
     DDP,
     Variant("DDP", "gloo", 4),
     *(Variant(strategy, "gloo") for strategy in OURS),
     Variant("bucketed", "gloo", 4),
     Variant("server", "gloo"),
 )
-BASELINES = {NONE, ALONE, WIRE, LATENCY, DDP}
+BASELINES = {NONE, ALONE, DDP}
 
 
 def over(backend: str, variants: Sequence[Variant]) -> list[Variant]:

@@ -13,8 +13,8 @@ from instep.bench.options import (
     BucketsOptions,
     CollectivesOptions,
     DataParallelOptions,
+    LinkOptions,
     MemorySaversOptions,
-    ModelOptions,
     PipelineOptions,
     ScalingOptions,
     StepsOptions,
@@ -61,7 +61,7 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(args)
         options.check()
-        over_link = isinstance(options, CollectivesOptions | ModelOptions) and options.link
+        over_link = isinstance(options, LinkOptions) and options.link
         if not over_link:
             from instep.launch.launch import warm
 

@@ -1,4 +1,4 @@
-"""How much communication a step waits for, predicted: for equal buckets, for a run's own, for a link. Pure.
+"""How much communication a step waits for, predicted: for equal buckets, for any, for a run's own. Pure.
 
 What is sent while backward runs is hidden, what is left when backward has ended is *exposed*. A bucket can
 leave when its last gradient is there, and buckets travel one after the other:
@@ -10,9 +10,9 @@ leave when its last gradient is there, and buckets travel one after the other:
 A bucket of s bytes costs a + b s seconds (``instep.comm.cost.AlphaBeta``). Three models, from simple to
 measured:
 
-    best_bucket      equal buckets of an even backward: a closed form, and the best size
+    best_bucket      equal buckets of an even backward: the best size, in closed form
+    even_backward    buckets of any sizes, of an even backward
     ExchangeModel    the buckets that one run measured, and what others would have taken
-    LinkModel        a step by each strategy, from three figures of a link
 
 Source of the recursion and of the closed form: S. Shi et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 
 from instep.comm.cost import AlphaBeta, fit
@@ -37,8 +37,8 @@ SHM_BYTES = 2  # moved in memory per byte of a bucket and rank: read and written
 SAME = 2  # sizes within this factor do not tell latency from bandwidth
 
 
-def uniform_exposed_s(bucket: float, total: float, backward_s: float, link: AlphaBeta) -> float:
-    """Communication that the step waits for, with buckets of ``bucket`` of the ``total`` bytes, in seconds.
+def best_bucket(total: float, backward_s: float, link: AlphaBeta) -> float:
+    """The bucket size in bytes with the least exposed communication; at most ``total``.
 
     Backward takes T_b and yields its S bytes of gradients evenly. They leave in buckets of s bytes:
 
@@ -53,30 +53,9 @@ def uniform_exposed_s(bucket: float, total: float, backward_s: float, link: Alph
 
         in general the larger of the two.
 
-    A bucket that is larger than the whole is the whole. What the model leaves out: on one host, communication
-    takes processor time and memory bandwidth from backward.
-    """
-    bucket = min(bucket, total)
-    return max(comm_bound_s(bucket, total, backward_s, link), compute_bound_s(bucket, link))
-
-
-def comm_bound_s(bucket: float, total: float, backward_s: float, link: AlphaBeta) -> float:
-    """Exposed communication if the network is busy from the first bucket on, in seconds."""
-    num_buckets = total / bucket
-    return backward_s / num_buckets + num_buckets * link.latency_s + link.s_per_byte * total - backward_s
-
-
-def compute_bound_s(bucket: float, link: AlphaBeta) -> float:
-    """Exposed communication if the network has caught up when the last bucket is full, in seconds."""
-    return link.time_s(bucket)
-
-
-def best_bucket(total: float, backward_s: float, link: AlphaBeta) -> float:
-    """The bucket size in bytes with the least exposed communication; at most ``total``.
-
-    The comm-bound form falls and rises: small buckets pay a latency each, large ones start late. Its least is
-    at s = S sqrt(a / T_b). The other only rises, so the best size is the smallest with which the network
-    keeps up, s = a S / (T_b - b S), if that is smaller still.
+    The first form falls and rises: small buckets pay a latency each, large ones start late. Its least is at
+    s = S sqrt(a / T_b). The second only rises, so the best size is the smallest with which the network keeps
+    up, s = a S / (T_b - b S), if that is smaller still.
     """
     balanced = total * math.sqrt(link.latency_s / backward_s)
     spare_s = backward_s - link.s_per_byte * total
@@ -153,6 +132,19 @@ def exposed_s(ready_s: Sequence[float], costs_s: Sequence[float], end_s: float) 
     for ready, cost in zip(ready_s, costs_s, strict=True):
         free_s = max(free_s, ready) + cost
     return max(free_s - end_s, 0.0)
+
+
+def even_backward(
+    sizes: Sequence[int], backward_s: float, cost: AlphaBeta, *, overlaps: bool
+) -> ExchangeTimes:
+    """Buckets of ``sizes`` in plan order, if backward yields their bytes evenly in ``backward_s``.
+
+    With ``overlaps`` they leave while backward runs, else after it.
+    """
+    each_s = backward_s / sum(sizes)
+    ready_s = [sent * each_s if overlaps else backward_s for sent in accumulate(sizes)]
+    costs_s = [cost.time_s(size) for size in sizes]
+    return ExchangeTimes(sum(costs_s), exposed_s(ready_s, costs_s, backward_s), len(sizes))
 
 
 def pack(pieces: Sequence[int], cap: float) -> list[int]:
@@ -290,48 +282,3 @@ def busy_share(ranks: int, threads: int, cores: int) -> float:
     """Share of the ranks' exchanges that find no idle core while all ranks compute."""
     idle = cores - ranks * threads
     return 1 - min(max(idle / ranks, 0.0), 1.0)
-
-
-@dataclass(frozen=True)
-class LinkModel:
-    """How long a step takes over a link, from three measured numbers and the sizes of the buckets.
-
-        naive     compute + wire + tensors x 3 latency             nothing overlaps
-        flat      compute + wire + 3 latency
-        overlap   max(compute, wire + tensors x 3 latency) + last  the last tensor leaves after backward
-        bucketed  max(compute, wire + buckets x 3 latency) + last  so does the last bucket
-        server    compute + 2 (W - 1) S / rate                     all gradients and weights through one link
-
-        compute   a step without synchronisation         wire   an all-reduce of S bytes in one piece
-        last      the last message's bytes / rate         W      ranks
-
-    Each of our exchanges is three messages (``MESSAGES``). What the arithmetic leaves out: before backward
-    begins there is nothing to send, so forward hides nothing, and a step cannot be shorter than
-    forward + max(backward, wire). Seconds, and bytes per second.
-    """
-
-    compute_s: float
-    wire_s: float
-    latency_s: float
-    bytes_per_s: float
-    num_ranks: int
-
-    def predict(self, strategy: str, bucket_bytes: Sequence[int]) -> float:
-        """Seconds per step of ``strategy``, which sends messages of ``bucket_bytes`` in this order."""
-        latencies_s = MESSAGES * self.latency_s * len(bucket_bytes)
-        match strategy:
-            case "naive" | "flat":
-                return self.compute_s + self.wire_s + latencies_s
-            case "server":
-                return self.compute_s + 2 * self.line_rate_s(sum(bucket_bytes)) * (self.num_ranks - 1)
-            case "overlap" | "bucketed" | "DDP":
-                return max(self.compute_s, self.wire_s + latencies_s) + self.around_s(bucket_bytes[-1])
-        raise ValueError(f"strategy {strategy!r}: expected naive, flat, overlap, bucketed, DDP or server")
-
-    def line_rate_s(self, num_bytes: float) -> float:
-        """How long the link takes for them at its rate, in one direction."""
-        return num_bytes / self.bytes_per_s
-
-    def around_s(self, num_bytes: float) -> float:
-        """The least for an all-reduce of them: 2 (W - 1) / W times their bytes over every link."""
-        return self.line_rate_s(num_bytes) * 2 * (self.num_ranks - 1) / self.num_ranks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from instep.bench import bandwidth, buckets, collectives
 from instep.bench.buckets import MIB, place_of, summarise
 from instep.bench.collectives import predicted, prediction
 from instep.bench.data_parallel import WorkerResults
+from instep.bench.exchange_cost import SIZES, ExchangeCost
 from instep.bench.memory_savers import SAVERS, loss_row, notes, row
 from instep.bench.options import BucketsOptions, CollectivesOptions, ScalingOptions
 from instep.bench.scaling import Arm, crowded, plan_of, rows_of
@@ -32,13 +34,19 @@ TOTAL = 64 * MIB
 
 
 def step(forward, backward, calls=0, busy=0.0):
-    return {"forward": forward, "backward": backward, "calls": calls, "busy": busy}
+    sizes = [TOTAL // calls] * calls if calls else []
+    return {"forward": forward, "backward": backward, "sizes": sizes, "busy": busy}
 
 
 @pytest.fixture
-def found():
-    """Two ranks, alpha = 1 ms, beta = 1 ns/B, T_f = 20 ms, T_b = 40 ms; rank 1 is the slower one."""
-    link = {str(size): [1e-3 + 1e-9 * size] * 3 for size in (1000, 10**6, 10**7)}
+def found(monkeypatch):
+    """Two ranks, alpha = 1 ms, beta = 1 ns/B, T_f = 20 ms, T_b = 40 ms; rank 1 is the slower one.
+
+    A quarter of each exchange is processor time, and no core is idle.
+    """
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    times = {size: 1e-3 + 1e-9 * size for size in (1000, 10**6, 10**7)}
+    exchanges = {str(size): [[seconds] * 3, [seconds / 4] * 3] for size, seconds in times.items()}
 
     def rank(slowdown):
         turns = {
@@ -46,7 +54,7 @@ def found():
             "1.0": [step(0.02, 0.1 + slowdown, calls=64, busy=0.064)] * 3,
             "8.0": [step(0.02, 0.08 + slowdown, calls=8, busy=0.04)] * 3,
         }
-        return {"link": link, "turns": turns, "gradient_bytes": TOTAL}
+        return {"exchanges": exchanges, "turns": turns, "gradient_bytes": TOTAL}
 
     return summarise([rank(0.0), rank(0.01)], [1.0, 8.0])
 
@@ -63,13 +71,60 @@ def test_calls_are_counted_and_timed(found):
 
 
 def test_the_model_is_fed_with_what_was_measured(found):
-    assert (found["alpha_us"], found["beta_ns_per_byte"]) == pytest.approx((1000, 1))
+    flight, work = found["cost"]["flight"], found["cost"]["work"]
+    assert (flight["latency_s"], flight["s_per_byte"]) == pytest.approx((1e-3, 1e-9))
+    assert (work["latency_s"], work["s_per_byte"]) == pytest.approx((1e-3 / 4, 1e-9 / 4))
+    assert (
+        "alpha 1,000 us (1,000 bytes took 1,001), beta 1.000 ns/byte; of these 250 us" in found["exchanges"]
+    )
     wire_ms = TOTAL * 1e-6
-    # comm-bound: the first bucket fills, a latency per bucket, the bytes that backward does not hide
-    expected = [20 + 40 + 40 / calls + calls * 1 + wire_ms - 40 for calls in (64, 8)]
+    expected = []
+    for calls in (64, 8):
+        # comm-bound: the first bucket fills, a latency per bucket, the bytes that backward does not hide
+        exposed = 40 / calls + calls * 1 + wire_ms - 40
+        hidden = calls * 1 + wire_ms - exposed
+        expected.append(20 + 40 + exposed + hidden / 4)
     assert [row["model(ms)"] for row in found["rows"]] == pytest.approx(expected)
+    assert [row["error(%)"] for row in found["rows"]] == pytest.approx(
+        [100 * (model / step - 1) for model, step in zip(expected, (130, 110), strict=True)]
+    )
     assert found["best_of_these_by_model_mib"] == 8
+    assert found["regret"] == 0
     assert found["best_predicted_mib"] == pytest.approx(64 * (1 / 40) ** 0.5)
+
+
+COST = ExchangeCost(AlphaBeta(0.1, 1e-3), AlphaBeta(0.05, 0.5e-3), busy=1.0, num_ranks=3)
+
+
+def test_a_step_of_every_strategy_is_the_one_that_can_be_drawn():
+    """Forward 1, backward 2; exchanges of 0.6 and 0.6, half of each is processor time.
+
+    overlap   backward |----------|          2
+              b0            ======           1 to 1.6, hidden
+              b1                  ======     2 to 2.6, exposed
+    """
+    sizes, times_s = [500, 500], (1.0, 2.0)
+    assert COST.step_s("flat", [1000], *times_s) == pytest.approx(3 + 1.1)
+    assert COST.step_s("naive", sizes, *times_s) == pytest.approx(3 + 1.2)
+    assert COST.step_s("bucketed", sizes, *times_s) == pytest.approx(3 + 0.6 + 0.6 / 2)
+    assert replace(COST, busy=0.0).step_s("overlap", sizes, *times_s) == pytest.approx(3 + 0.6)
+    assert COST.step_s("server", sizes, *times_s) == pytest.approx(3 + 0.1 + 3 * 1.0)
+
+
+def test_a_link_is_recovered_from_exchanges_that_begin_with_a_burst():
+    """1 ms and 8.4 ns per byte, but what a full token bucket holds passes at once, in each of two flights."""
+    burst, alpha, beta = 125_000, 2e-3, 8.4e-9
+
+    def flight(size: int) -> float:
+        first = max(size / 2 - burst, 0)
+        left = min(max(burst - size / 2, 0) + alpha / 3 / beta, burst)  # refilled while nothing is sent
+        return alpha + (first + max(size / 2 - left, 0)) * beta
+
+    samples = {str(size): [[flight(size)] * 3, [1e-3] * 3] for size in SIZES}
+    found = ExchangeCost.of([samples, samples]).flight
+    assert found.s_per_byte == pytest.approx(beta, rel=0.1)
+    large = [size for size in SIZES if size >= 2_000_000]
+    assert [found.time_s(size) for size in large] == pytest.approx([flight(size) for size in large], rel=0.06)
 
 
 @pytest.mark.slow
@@ -80,7 +135,8 @@ def test_over_a_link_no_byte_is_faster_than_the_line():
         BucketsOptions(link=True, params="1M", batch=1, context=8, sizes=(1.0, 100.0), samples=2, rounds=1)
     )
     assert place_of(found) == "2 hosts with 1 Gbit/s between them"
-    assert found["beta_ns_per_byte"] > 6  # 1 Gbit/s is 8 ns per byte, but for what a burst lets through
+    # 1 Gbit/s is 8 ns per byte, but for what a burst lets through.
+    assert found["cost"]["flight"]["s_per_byte"] > 6e-9
 
 
 BUCKETED = Variant("bucketed", "gloo")

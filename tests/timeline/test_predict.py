@@ -18,13 +18,12 @@ from instep.timeline.predict import (
     ExchangeModel,
     ExchangeTimes,
     HidingCost,
-    LinkModel,
     best_bucket,
     busy_share,
+    even_backward,
     exposed_s,
     pack,
     saved_s,
-    uniform_exposed_s,
 )
 from instep.timeline.straggler import COMPUTE, DATA, HOST, OwnTimes, SlowRank, find_slow_rank
 from tests.timeline.drawings import draw
@@ -114,14 +113,10 @@ def test_an_exchange_needs_a_core_that_does_not_compute(
 MB = 10**6
 
 
-def played(num_buckets, total, backward_s, link):
-    """Exposed communication of a step with ``num_buckets`` equal buckets, one event after the other."""
-    bucket = total / num_buckets
-    free_at = 0.0
-    for number in range(1, num_buckets + 1):
-        full_at = backward_s * number / num_buckets
-        free_at = max(free_at, full_at) + link.time_s(bucket)
-    return free_at - backward_s
+def exposed_of(num_buckets: float, total: int, backward_s: float, link: AlphaBeta) -> float:
+    """By the two closed forms, for any number of equal buckets, a fraction of one too."""
+    wire_s = num_buckets * link.latency_s + link.s_per_byte * total
+    return max(backward_s / num_buckets + wire_s - backward_s, link.time_s(total / num_buckets))
 
 
 @given(
@@ -130,33 +125,36 @@ def played(num_buckets, total, backward_s, link):
     wire_s=st.floats(1e-3, 1.0),
     backward_s=st.floats(1e-3, 1.0),
 )
-def test_the_formula_is_the_step_played_through(num_buckets, latency_s, wire_s, backward_s):
+def test_equal_buckets_of_an_even_backward_agree_with_the_closed_form(
+    num_buckets: int, latency_s: float, wire_s: float, backward_s: float
+) -> None:
     total = 100 * MB
     link = AlphaBeta(latency_s, wire_s / total)
-    expected = played(num_buckets, total, backward_s, link)
-    assert uniform_exposed_s(total / num_buckets, total, backward_s, link) == pytest.approx(
-        expected, abs=1e-9
-    )
+    sizes = [total // num_buckets] * num_buckets
+    outcome = even_backward(sizes, backward_s, link, overlaps=True)
+    expected = exposed_of(num_buckets, sum(sizes), backward_s, link)
+    assert outcome.exposed_s == pytest.approx(expected, abs=1e-9)
 
 
 @given(latency_s=st.floats(1e-6, 1e-2), wire_s=st.floats(1e-3, 1.0), backward_s=st.floats(1e-3, 1.0))
-def test_no_other_size_is_better(latency_s, wire_s, backward_s):
+def test_no_other_size_is_better(latency_s: float, wire_s: float, backward_s: float) -> None:
     total = 100 * MB
     link = AlphaBeta(latency_s, wire_s / total)
     best = best_bucket(total, backward_s, link)
     assert 0 < best <= total
-    least = uniform_exposed_s(best, total, backward_s, link)
+    least = exposed_of(total / best, total, backward_s, link)
     for share in range(1, 400):
-        assert least <= uniform_exposed_s(total * share / 400, total, backward_s, link) + 1e-9
+        assert least <= exposed_of(400 / share, total, backward_s, link) + 1e-9
 
 
-PAIR = LinkModel(compute_s=1.0, wire_s=0.8, latency_s=0.01, bytes_per_s=100 * MB, num_ranks=2)
-
-
-def test_what_overlaps_takes_the_longer_one_and_the_last_message():
-    assert PAIR.predict("bucketed", [60 * MB, 20 * MB]) == pytest.approx(1.0 + 0.2)
-    slow = LinkModel(compute_s=0.5, wire_s=0.8, latency_s=0.0, bytes_per_s=100 * MB, num_ranks=2)
-    assert slow.predict("overlap", [70 * MB, 10 * MB]) == pytest.approx(0.8 + 0.1)
+def test_buckets_of_different_sizes_leave_in_their_order() -> None:
+    #   backward  --------|        ends at 8: 1 per byte
+    #   b0           ===           3 bytes: ready at 3, takes 1 + 2
+    #   b1              =====      4 bytes: ready at 7
+    #   b2                   ==    1 byte: ready at 8, waits for b1 until 12
+    cost = AlphaBeta(latency_s=1.0, s_per_byte=1.0)
+    assert even_backward([3, 4, 1], 8.0, cost, overlaps=True) == ExchangeTimes(11.0, 6.0, 3)
+    assert even_backward([3, 4, 1], 8.0, cost, overlaps=False) == ExchangeTimes(11.0, 11.0, 3)
 
 
 COMPUTE_S, DATA_S, HOST_S = 0.035, 0.005, 0.020  # per micro-batch, per micro-batch, per step
