@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from instep.models.config import GPTConfig
 from instep.pipeline.actions import BACKWARD, FORWARD, WEIGHT_GRADIENT, Schedule
-from instep.pipeline.cuts import balanced
+from instep.pipeline.cuts import balanced, edges_at
 from instep.pipeline.schedules import generate
 from instep.plan.model import (
     Saved,
@@ -95,6 +95,8 @@ class Placement:
     """Order in which a pipeline computes."""
     chunks: int = 0
     """Stages per rank of a pipeline; 0: as the schedule has."""
+    cuts: tuple[int, ...] = ()
+    """First blocks of a pipeline's stages, but for the first stage; none: equal stages."""
     bucket_mb: float = 25
     """Bucket of gradients, in MiB."""
     nodes: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -317,25 +319,31 @@ def memory(plan: MemoryPlan) -> list[RankMemory]:
     return [
         _rank(plan, sum(sizes), first, last, count, flying)
         for sizes, first, last, flying in _stages(
-            parallel.schedule, parallel.pp, shown, parallel.chunks or None, blocks
+            parallel.schedule, parallel.pp, shown, parallel.chunks or None, blocks, parallel.cuts
         )
     ]
 
 
 @cache
 def _stages(
-    name: str, pp: int, count: int, chunks: int | None, blocks: int
+    name: str, pp: int, count: int, chunks: int | None, blocks: int, cuts: tuple[int, ...]
 ) -> list[tuple[list[int], bool, bool, Flying]]:
     """Of each rank of a pipeline: the blocks of its stages, whether it has the first and the last stage, and
     what it keeps at its fullest moment."""
     schedule = generate(name, pp, count, chunks)
-    sizes = [end - begin for begin, end in pairwise(balanced([1] * blocks, schedule.num_stages))]
+    sizes = stage_sizes(blocks, cuts, schedule.num_stages)
     found = []
     for rank in range(pp):
         own = [stage for stage, place in enumerate(schedule.stage_ranks) if place == rank]
         flying = _in_flight(schedule, rank, sizes)
         found.append(([sizes[stage] for stage in own], 0 in own, schedule.num_stages - 1 in own, flying))
     return found
+
+
+def stage_sizes(blocks: int, cuts: tuple[int, ...], num_stages: int) -> list[int]:
+    """Blocks of each stage of a pipeline."""
+    edges = edges_at(cuts, blocks, num_stages, f"parallel.cuts={cuts}") if cuts else None
+    return [end - begin for begin, end in pairwise(edges or balanced([1] * blocks, num_stages))]
 
 
 def largest(plan: MemoryPlan) -> RankMemory:

@@ -28,9 +28,9 @@ from instep.plan.cluster import (
     reduce_scatter_s,
     step_flops,
 )
-from instep.plan.memory_estimate import MIB, Batch, Placement
-from instep.plan.model import MODELS, Transformer, gpt
-from instep.plan.step_time import TimePlan, step, step_s, utilisation, with_ranks
+from instep.plan.memory_estimate import MIB, Batch, Placement, memory
+from instep.plan.model import MODELS, Transformer, block, gpt
+from instep.plan.step_time import TimePlan, sent_on_s, step, step_s, utilisation, with_ranks
 from instep.timeline.breakdown import parts
 from instep.timeline.bubbles import bubbles
 from instep.timeline.bucket_times import bucket_rows
@@ -188,6 +188,26 @@ def test_a_pipelines_step_is_that_of_the_closed_form(schedule: str) -> None:
         schedule, 4, 8, forward_s=each, input_gradient_s=each, weight_gradient_s=each
     )
     assert step_s(step(plan)) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_pipeline_is_as_slow_as_its_longest_stage_and_cuts_say_which_that_is() -> None:
+    model = replace(MODEL, vocab_size=0)
+    fast = Cluster(memory_gb_per_s=1e9, local_us=0, local_gb_per_s=1e9)
+    plan = TimePlan(model=model, cluster=fast, batch=Batch(global_size=8), parallel=Placement(pp=2))
+    block_s = 3 * block_flops(model, 512) / fast.flops_per_s
+    for cuts, longest in (((), 3), ((2,), 4), ((1,), 5)):
+        cut = replace(plan, parallel=replace(plan.parallel, cuts=cuts))
+        assert step_s(step(cut)) == pytest.approx((7 * longest + 6) * block_s, rel=0.01)
+        assert [rank.of("parameters") for rank in memory(cut)] == [
+            4 * blocks * sum(one.size for one in block(model)) for blocks in (6 - longest, longest)
+        ]
+
+
+def test_a_stage_sends_its_slice_of_a_sequence() -> None:
+    plan = TimePlan(model=MODEL, cluster=LINK, parallel=Placement(pp=2, tp=4))
+    sliced = replace(plan, parallel=replace(plan.parallel, sequence=True))
+    latency_s = LINK.remote.latency_s
+    assert sent_on_s(plan) - latency_s == pytest.approx(4 * (sent_on_s(sliced) - latency_s))
 
 
 def test_sixteen_thousand_ranks_take_no_time() -> None:
