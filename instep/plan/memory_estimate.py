@@ -118,6 +118,8 @@ class Placement:
                 "parallel: expected chunks >= 0, bucket_mb > 0 and sharded_activations from 0 to 1, got "
                 f"{self.chunks}, {self.bucket_mb} and {self.sharded_activations}"
             )
+        if self.cuts and self.pp == 1:
+            raise ValueError(f"parallel.cuts: one stage has no cuts, got {self.cuts}: pass pp, or no cuts")
         if self.shard > 1 and self.stage == 0:
             raise ValueError(
                 f"parallel.shard: {self.shard} ranks share nothing in stage 0: pass stage 1, 2 or 3"
@@ -189,6 +191,9 @@ class Device:
         """Raise ``ValueError`` for what makes no sense, with what would."""
         if not self.memory_gb > 0:
             raise ValueError(f"device.memory_gb: expected more than 0, got {self.memory_gb}")
+        for name in ("context_mb", "communicator_mb"):
+            if getattr(self, name) < 0 and getattr(self, name) != -1:
+                raise ValueError(f"device.{name}: expected 0 or more, or -1, got {getattr(self, name)}")
 
 
 # Blocks of a stage, whether the output layer is in it, and how many micro-batches are under way there.
@@ -252,18 +257,19 @@ class MemoryPlan:
         self.batch.check()
         self.parallel.check()
         self.device.check()
-        if self.recipe not in RECIPES or self.moments < 0:
-            raise ValueError(
-                f"expected recipe to be one of {', '.join(RECIPES)}, and moments >= 0, got {self.recipe!r} "
-                f"and {self.moments}"
-            )
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        if self.moments < 0:
+            raise ValueError(f"moments: expected 0 or more, got {self.moments}: AdamW has 2")
         model, parallel = self.model, self.parallel
         if parallel.ep > max(model.experts, 1) or model.experts % parallel.ep:
-            raise ValueError(
-                f"parallel.ep: expected a divisor of the {model.experts} experts, got {parallel.ep}"
-                if model.experts
-                else f"parallel.ep: a model without experts has none for {parallel.ep} ranks: pass ep=1"
-            )
+            if not model.experts:
+                raise ValueError(
+                    f"parallel.ep: a model without experts has none for {parallel.ep} ranks: pass ep=1"
+                )
+            fits = max(n for n in range(1, parallel.ep) if model.experts % n == 0)
+            wanted = f"a divisor of experts({model.experts}), got {parallel.ep}: {fits} is one"
+            raise ValueError(f"parallel.ep: expected {wanted}")
         for name, count in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ff_width", model.d_ff)):
             if count and count % parallel.tp:
                 fits = max(n for n in range(1, parallel.tp) if count % n == 0)

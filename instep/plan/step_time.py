@@ -388,7 +388,7 @@ def with_ranks(plan: TimePlan, ranks: int, *, weak: bool) -> TimePlan:
     own = rest * (parallel.shard if parallel.dp > 1 or parallel.shard == 1 else 1)
     if ranks % own or ranks < 1:
         raise ValueError(
-            f"ranks: expected a multiple of {own}, the ranks that the other axes take, got {ranks}"
+            f"ranks: expected a positive multiple of {own}, the ranks of the other axes, got {ranks}"
         )
     grown = "dp" if own != rest or parallel.shard == 1 else "shard"
     count = ranks // own
