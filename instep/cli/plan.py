@@ -54,17 +54,25 @@ class PrintFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryFlags(PrintFlags, MemoryPlan):
+class ChartFlags(PrintFlags):
+    """And drawn."""
+
+    chart: str = ""
+    """Draw the answer into this file, as PNG and as SVG."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(ChartFlags, MemoryPlan):
     """A memory plan as flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFlags(PrintFlags, TimePlan):
+class StepFlags(ChartFlags, TimePlan):
     """A step as flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleFlags(PrintFlags, ScalePlan):
+class ScaleFlags(ChartFlags, ScalePlan):
     """A step on several numbers of ranks as flags."""
 
 
@@ -134,6 +142,9 @@ def main(args: Sequence[str]) -> int:
         options.check()
         lines = [json.dumps(answer.as_json(options), indent=1)] if options.json else answer.text(options)
         print("\n".join(lines))
+        if getattr(options, "chart", ""):  # matplotlib takes half a second
+            written = importlib.import_module("instep.cli.plan_chart").draw(options, options.chart)
+            print("chart:", *written, file=sys.stderr)
         return DONE
     except BrokenPipeError:  # the reader has seen enough
         return DONE
