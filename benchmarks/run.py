@@ -112,6 +112,7 @@ EXPERIMENTS = (
     Experiment("pipeline/run", ("pipeline",), 0.5),
     Experiment("pipeline/measured", ("pipeline", "step", "net"), 7),
     Experiment("pipeline/against_torch", ("pipeline", "step", "net", "shm"), 2),
+    Experiment("published/run", ("plan", "comm", "pipeline"), 0.5),
     Experiment("advice/run", ("timeline", "record"), 5),
     Experiment("advice/strategies", ("reduce", "replicate", "step", "net"), 3),
     Experiment("advice/account", ("timeline", *EXCHANGE), 2),

@@ -54,17 +54,25 @@ class PrintFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryFlags(PrintFlags, MemoryPlan):
+class ChartFlags(PrintFlags):
+    """And drawn."""
+
+    chart: str = ""
+    """Draw the answer into this file, as PNG and as SVG."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(ChartFlags, MemoryPlan):
     """A memory plan as flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFlags(PrintFlags, TimePlan):
+class StepFlags(ChartFlags, TimePlan):
     """A step as flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleFlags(PrintFlags, ScalePlan):
+class ScaleFlags(ChartFlags, ScalePlan):
     """A step on several numbers of ranks as flags."""
 
 
@@ -134,6 +142,9 @@ def main(args: Sequence[str]) -> int:
         options.check()
         lines = [json.dumps(answer.as_json(options), indent=1)] if options.json else answer.text(options)
         print("\n".join(lines))
+        if getattr(options, "chart", ""):  # matplotlib takes half a second
+            written = importlib.import_module("instep.cli.plan_chart").draw(options, options.chart)
+            print("chart:", *written, file=sys.stderr)
         return DONE
     except BrokenPipeError:  # the reader has seen enough
         return DONE
@@ -166,6 +177,8 @@ def fit_run(args: Sequence[str]) -> int:
 def check_runs(args: Sequence[str]) -> int:
     """Print the runs that ``args`` name beside their plans."""
     options = tyro.cli(CheckFlags, prog=f"{PROGRAM} {CHECK}", description=CHECK_DESCRIPTION, args=list(args))
+    if not options.runs:
+        raise ValueError("expected the directory of one run or more, got none")
     base = None if options.base is None else figures_of(options.base)
     found = {path: run_check.check(figures_of(path), base) for path in options.runs}
     lines = run_check.table(found)
@@ -181,7 +194,8 @@ def figures_of(path: Path) -> run_check.RunFigures:
     Raises:
         ValueError: it is no run that has ended, or no step of it was looked at.
     """
-    found = run_check.run_figures(config_of(path), read_object(path / SUMMARY))
+    ended = (path / SUMMARY).is_file()
+    found = run_check.run_figures(config_of(path), read_object(path / SUMMARY)) if ended else None
     if found is None:
         raise ValueError(f"{path}: expected the directory of a run that has ended and kept its trace")
     return found
@@ -197,18 +211,24 @@ def parse(default: Any, args: Sequence[str], program: str) -> Any:
     args = list(args)
     while args and not args[0].startswith("-"):
         default = _preset(default, args.pop(0))
-    return tyro.cli(type(default), prog=program, description=DESCRIPTION, args=args, default=default)
+        toml.check(default)
+    options = tyro.cli(type(default), prog=program, description=DESCRIPTION, args=args, default=default)
+    toml.check(options)
+    return options
 
 
 def _preset(default: Any, name: str) -> Any:
     if name in MODELS:
         return replace(default, model=MODELS[name])
-    if name in CLUSTERS and hasattr(default, "cluster"):
-        return replace(default, cluster=CLUSTERS[name])
-    path = Path(name)
+    clusters, path = CLUSTERS if hasattr(default, "cluster") else {}, Path(name)
+    if name in clusters:
+        return replace(default, cluster=clusters[name])
     if not path.exists():
-        raise ValueError(f"{name}: expected a file, or one of {', '.join([*MODELS, *CLUSTERS])}")
-    return toml.merge(default, _tables(path), str(path))
+        raise ValueError(f"{name}: expected a file, or one of {', '.join([*MODELS, *clusters])}")
+    tables = _tables(path)
+    if not clusters:  # one file for all words
+        tables.pop("cluster", None)
+    return toml.merge(default, tables, str(path))
 
 
 def _tables(path: Path) -> dict[str, Any]:

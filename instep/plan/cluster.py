@@ -60,7 +60,10 @@ class Cluster:
             if not getattr(self, name) > 0:
                 raise ValueError(f"cluster.{name}: expected more than 0, got {getattr(self, name)}")
         if min(self.local_us, self.remote_us) < 0 or self.efficiency > 1 or not 0 <= self.busy <= 1:
-            raise ValueError("cluster: expected latencies >= 0, efficiency <= 1, and busy from 0 to 1")
+            raise ValueError(
+                "cluster: expected local_us and remote_us >= 0, efficiency <= 1 and busy from 0 to 1, got "
+                f"{self.local_us}, {self.remote_us}, {self.efficiency} and {self.busy}"
+            )
 
     @property
     def flops_per_s(self) -> float:

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from instep.models.config import GPTConfig
 from instep.pipeline.actions import BACKWARD, FORWARD, WEIGHT_GRADIENT, Schedule
-from instep.pipeline.cuts import balanced
+from instep.pipeline.cuts import balanced, edges_at
 from instep.pipeline.schedules import generate
 from instep.plan.model import (
     Saved,
@@ -95,6 +95,8 @@ class Placement:
     """Order in which a pipeline computes."""
     chunks: int = 0
     """Stages per rank of a pipeline; 0: as the schedule has."""
+    cuts: tuple[int, ...] = ()
+    """First blocks of a pipeline's stages, but for the first stage; none: equal stages."""
     bucket_mb: float = 25
     """Bucket of gradients, in MiB."""
     nodes: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -116,6 +118,8 @@ class Placement:
                 "parallel: expected chunks >= 0, bucket_mb > 0 and sharded_activations from 0 to 1, got "
                 f"{self.chunks}, {self.bucket_mb} and {self.sharded_activations}"
             )
+        if self.cuts and self.pp == 1:
+            raise ValueError(f"parallel.cuts: one stage has no cuts, got {self.cuts}: pass pp, or no cuts")
         if self.shard > 1 and self.stage == 0:
             raise ValueError(
                 f"parallel.shard: {self.shard} ranks share nothing in stage 0: pass stage 1, 2 or 3"
@@ -187,6 +191,9 @@ class Device:
         """Raise ``ValueError`` for what makes no sense, with what would."""
         if not self.memory_gb > 0:
             raise ValueError(f"device.memory_gb: expected more than 0, got {self.memory_gb}")
+        for name in ("context_mb", "communicator_mb"):
+            if getattr(self, name) < 0 and getattr(self, name) != -1:
+                raise ValueError(f"device.{name}: expected 0 or more, or -1, got {getattr(self, name)}")
 
 
 # Blocks of a stage, whether the output layer is in it, and how many micro-batches are under way there.
@@ -250,18 +257,19 @@ class MemoryPlan:
         self.batch.check()
         self.parallel.check()
         self.device.check()
-        if self.recipe not in RECIPES or self.moments < 0:
-            raise ValueError(
-                f"expected recipe to be one of {', '.join(RECIPES)}, and moments >= 0, got {self.recipe!r} "
-                f"and {self.moments}"
-            )
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        if self.moments < 0:
+            raise ValueError(f"moments: expected 0 or more, got {self.moments}: AdamW has 2")
         model, parallel = self.model, self.parallel
         if parallel.ep > max(model.experts, 1) or model.experts % parallel.ep:
-            raise ValueError(
-                f"parallel.ep: expected a divisor of the {model.experts} experts, got {parallel.ep}"
-                if model.experts
-                else f"parallel.ep: a model without experts has none for {parallel.ep} ranks: pass ep=1"
-            )
+            if not model.experts:
+                raise ValueError(
+                    f"parallel.ep: a model without experts has none for {parallel.ep} ranks: pass ep=1"
+                )
+            fits = max(n for n in range(1, parallel.ep) if model.experts % n == 0)
+            wanted = f"a divisor of experts({model.experts}), got {parallel.ep}: {fits} is one"
+            raise ValueError(f"parallel.ep: expected {wanted}")
         for name, count in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ff_width", model.d_ff)):
             if count and count % parallel.tp:
                 fits = max(n for n in range(1, parallel.tp) if count % n == 0)
@@ -317,25 +325,31 @@ def memory(plan: MemoryPlan) -> list[RankMemory]:
     return [
         _rank(plan, sum(sizes), first, last, count, flying)
         for sizes, first, last, flying in _stages(
-            parallel.schedule, parallel.pp, shown, parallel.chunks or None, blocks
+            parallel.schedule, parallel.pp, shown, parallel.chunks or None, blocks, parallel.cuts
         )
     ]
 
 
 @cache
 def _stages(
-    name: str, pp: int, count: int, chunks: int | None, blocks: int
+    name: str, pp: int, count: int, chunks: int | None, blocks: int, cuts: tuple[int, ...]
 ) -> list[tuple[list[int], bool, bool, Flying]]:
     """Of each rank of a pipeline: the blocks of its stages, whether it has the first and the last stage, and
     what it keeps at its fullest moment."""
     schedule = generate(name, pp, count, chunks)
-    sizes = [end - begin for begin, end in pairwise(balanced([1] * blocks, schedule.num_stages))]
+    sizes = stage_sizes(blocks, cuts, schedule.num_stages)
     found = []
     for rank in range(pp):
         own = [stage for stage, place in enumerate(schedule.stage_ranks) if place == rank]
         flying = _in_flight(schedule, rank, sizes)
         found.append(([sizes[stage] for stage in own], 0 in own, schedule.num_stages - 1 in own, flying))
     return found
+
+
+def stage_sizes(blocks: int, cuts: tuple[int, ...], num_stages: int) -> list[int]:
+    """Blocks of each stage of a pipeline."""
+    edges = edges_at(cuts, blocks, num_stages, f"parallel.cuts={cuts}") if cuts else None
+    return [end - begin for begin, end in pairwise(edges or balanced([1] * blocks, num_stages))]
 
 
 def largest(plan: MemoryPlan) -> RankMemory:

@@ -110,16 +110,22 @@ def verdict(plan: MemoryPlan, rank: RankMemory) -> str:
     return f"{words}; activations and constants take {kept / GB:,.2f} GB: pass {', or '.join(fixes)}"
 
 
-def shards_text(plan: MemoryPlan) -> Iterator[str]:
-    """Bytes of a rank against the number of ranks that share the state, and the smallest that fits."""
+def shards(plan: MemoryPlan) -> tuple[int | None, dict[int, RankMemory]]:
+    """The smallest number of ranks that fits if they share the state, and a rank of so many and of others."""
     stage, smallest = plan.parallel.stage or 3, smallest_shard(plan)
     plan = replace(plan, parallel=replace(plan.parallel, stage=stage, shard=2))
-    yield f"memory of a rank when ranks share the state in stage {stage}"
     last = next((n for n in SHARDS if n >= (smallest or SHARDS[-1])), SHARDS[-1])
     counts = sorted({*(n for n in SHARDS if n <= MORE_SHARDS * last), *([smallest] if smallest else [])})
+    return smallest, {count: largest(plan.sharded(count)) for count in counts}
+
+
+def shards_text(plan: MemoryPlan) -> Iterator[str]:
+    """Bytes of a rank against the number of ranks that share the state, and the smallest that fits."""
+    smallest, found = shards(plan)
+    plan = replace(plan, parallel=replace(plan.parallel, stage=plan.parallel.stage or 3, shard=2))
+    yield f"memory of a rank when ranks share the state in stage {plan.parallel.stage}"
     rows = [["ranks", "state GB", "activations GB", "other GB", "total GB", "GiB", "fits"]]
-    for count in counts:
-        rank = largest(plan.sharded(count))
+    for count, rank in found.items():
         kept = rank.of("activations", "recomputation")
         cells = [rank.state, kept, rank.total - rank.state - kept, rank.total]
         fits = "yes" if rank.total <= plan.device.memory_gb * GB else "no"

@@ -92,9 +92,9 @@ class Transformer:
                 f"= {self.width % self.heads}: {near} heads would, or width {wider}"
             )
         if self.heads and self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"model.kv_heads: expected a divisor of heads({self.heads}), got {self.kv_heads}"
-            )
+            near = next(n for n in range(min(self.kv_heads, self.heads), 0, -1) if self.heads % n == 0)
+            wanted = f"a divisor of heads({self.heads}), got {self.kv_heads}: {near} is one"
+            raise ValueError(f"model.kv_heads: expected {wanted}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout: expected 0 <= dropout < 1, got {self.dropout}")
         if self.experts and not 1 <= self.top_k <= self.experts:

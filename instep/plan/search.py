@@ -18,11 +18,20 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from instep.pipeline.closed_forms import cost_s
-from instep.plan.cluster import all_reduce_s, message_s
+from instep.plan.cluster import all_reduce_s
 from instep.plan.memory_estimate import RECIPES, Placement, largest, of_rank
 from instep.plan.memory_table import GB, aligned
 from instep.plan.model import block, embedding, head
-from instep.plan.step_time import TimePlan, compute_s, shared_s, step, tokens_per_s, update_s, utilisation
+from instep.plan.step_time import (
+    TimePlan,
+    compute_s,
+    sent_on_s,
+    shared_s,
+    step,
+    tokens_per_s,
+    update_s,
+    utilisation,
+)
 from instep.timeline.breakdown import BUBBLE, COMPUTE, EXPOSED, UPDATE, parts
 
 MICRO_SIZES = (1, 2, 4, 8)
@@ -97,7 +106,8 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _placements(plan: SearchPlan, tp: int, pp: int, data: int, count: int) -> Iterator[Placement]:
     """The ways in which ``data`` ranks share the state, and the schedules of a pipeline."""
-    common = replace(plan.parallel, tp=tp, pp=pp, ep=1, sequence=tp > 1, dp=data, shard=1, stage=0, chunks=0)
+    plain = replace(plan.parallel, ep=1, shard=1, stage=0, chunks=0, cuts=())
+    common = replace(plain, tp=tp, pp=pp, sequence=tp > 1, dp=data)
     if pp > 1:
         ways = [replace(common, schedule="1f1b")]
         if plan.model.layers % (2 * pp) == 0 and count % pp == 0:
@@ -149,11 +159,10 @@ def _pipeline_parts(plan: TimePlan) -> dict[str, float]:
     blocks, most = model.layers / parallel.pp, chunks * -(-model.layers // (parallel.pp * chunks))
     own_s, waits_s = blocks * forward_s + output_s / parallel.pp, blocks * sum(shared_s(plan))
     beyond_s = (most - blocks) * ((3 + again) * each_s) + 3 * output_s * (1 - 1 / parallel.pp)
-    size = plan.tokens * model.width * recipe.compute
     whole_s = count * beyond_s + cost_s(
         parallel.schedule, parallel.pp, count, chunks,
         forward_s=own_s + waits_s, input_gradient_s=own_s + waits_s + again * blocks * each_s,
-        weight_gradient_s=own_s, message_s=message_s(cluster, cluster.group(parallel, "pp"), size),
+        weight_gradient_s=own_s, message_s=sent_on_s(plan),
     )  # fmt: skip
     held = of_rank([*block(model) * most, *max(embedding(model), head(model), key=len)], parallel)
     group = cluster.group(parallel, "dp", "shard")

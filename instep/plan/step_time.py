@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Literal
 
 from instep.events import (
@@ -33,7 +33,6 @@ from instep.events import (
     Event,
     Timeline,
 )
-from instep.pipeline.cuts import balanced
 from instep.pipeline.schedules import generate
 from instep.pipeline.simulate import StageTimes, simulate
 from instep.plan.cluster import (
@@ -46,7 +45,7 @@ from instep.plan.cluster import (
     reduce_scatter_s,
     step_flops,
 )
-from instep.plan.memory_estimate import MIB, RECIPES, MemoryPlan, of_rank
+from instep.plan.memory_estimate import MIB, RECIPES, MemoryPlan, of_rank, stage_sizes
 from instep.plan.model import Weights, block, embedding, head
 from instep.timeline.bubbles import QUEUED, UPDATE, WAIT
 from instep.timeline.predict import pack
@@ -118,6 +117,13 @@ def shared_s(plan: TimePlan) -> tuple[float, float]:
         group, spread = cluster.group(parallel, "ep"), plan.model.top_k * size / parallel.ep
         ep_s = reduce_scatter_s(cluster, group, spread) + all_gather_s(cluster, group, size)
     return tp_s, ep_s
+
+
+def sent_on_s(plan: TimePlan) -> float:
+    """Seconds in which a rank sends a micro-batch to the next stage; of a sequence in slices, its own."""
+    size = plan.tokens * plan.model.width * RECIPES[plan.recipe].compute
+    slices = plan.parallel.tp if plan.parallel.sequence else 1
+    return message_s(plan.cluster, plan.cluster.group(plan.parallel, "pp"), size / slices)
 
 
 def compute_s(plan: TimePlan) -> tuple[float, float]:
@@ -318,16 +324,14 @@ def _pipeline_step(plan: TimePlan) -> Timeline:
     """One step of a pipeline's ranks; each then reduces its gradients with those of other pipelines."""
     parallel, cluster, model = plan.parallel, plan.cluster, plan.model
     schedule = generate(parallel.schedule, parallel.pp, plan.micro_batches, parallel.chunks or None)
-    edges = balanced([1] * model.layers, schedule.num_stages)
+    sizes = stage_sizes(model.layers, parallel.cuts, schedule.num_stages)
     forward_s, output_s = compute_s(plan)
     waits_s = sum(shared_s(plan))
-    sizes = [end - begin for begin, end in pairwise(edges)]
     slow = [plan.slow_by if rank == 0 else 1.0 for rank in schedule.stage_ranks]
     each = [blocks * forward_s * by + blocks * waits_s for blocks, by in zip(sizes, slow, strict=True)]
     each[-1] += output_s * slow[-1]
     again = [blocks * (forward_s + waits_s) * model.checkpoint for blocks in sizes]
-    size = plan.tokens * model.width * RECIPES[plan.recipe].compute
-    sent_s = message_s(cluster, cluster.group(parallel, "pp"), size)
+    sent_s = sent_on_s(plan)
     times = StageTimes(each, [a + b for a, b in zip(each, again, strict=True)], each, sent_s)
     simulated = simulate(schedule, times)
     free = dict.fromkeys(range(parallel.pp), 0)
@@ -384,7 +388,7 @@ def with_ranks(plan: TimePlan, ranks: int, *, weak: bool) -> TimePlan:
     own = rest * (parallel.shard if parallel.dp > 1 or parallel.shard == 1 else 1)
     if ranks % own or ranks < 1:
         raise ValueError(
-            f"ranks: expected a multiple of {own}, the ranks that the other axes take, got {ranks}"
+            f"ranks: expected a positive multiple of {own}, the ranks of the other axes, got {ranks}"
         )
     grown = "dp" if own != rest or parallel.shard == 1 else "shard"
     count = ranks // own

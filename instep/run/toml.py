@@ -56,7 +56,7 @@ def check(config: Any) -> None:
         if get_origin(kind) is Annotated:
             kind, *ranges = get_args(kind)
         if get_origin(kind) is Literal and value not in get_args(kind):
-            raise ValueError(f"{name}: expected one of {', '.join(get_args(kind))}, got {value!r}")
+            raise ValueError(f"{name}: expected {_words(kind)}, got {value!r}")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"{name}: expected a finite number, got {number}")
@@ -170,7 +170,7 @@ def _cast(name: str, value: Any, kind: Any) -> Any:
         if len(items) == len(value):
             return tuple(_cast(name, *pair) for pair in zip(value, items, strict=True))
     # By the exact type: to Python a bool is an int.
-    if type(value) is not (str if get_origin(kind) is Literal else kind):
+    if type(value) is not (type(get_args(kind)[0]) if get_origin(kind) is Literal else kind):
         raise ValueError(f"{name}: expected {_words(kind)}, got {type(value).__name__} {value!r}")
     return value
 
@@ -178,7 +178,7 @@ def _cast(name: str, value: Any, kind: Any) -> Any:
 def _words(kind: Any) -> str:
     """A type as the user of a TOML file would call it."""
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
         first, *others = get_args(kind)
         number = "" if others == [Ellipsis] else f"{1 + len(others)} "
