@@ -11,9 +11,11 @@ from matplotlib.colors import to_rgb
 from instep.comm.algorithms import SCHEDULES
 from instep.comm.play import cells_of, play
 from instep.comm.schedule import Schedule
+from instep.reduce.tree import Node, rank_major, split
 
 LIGHT, DARK, NEW = "#dcebf7", "#0072b2", "#d55e00"
 GREY, WORDS = "#8a8f98", "#5f6368"
+RANKS = "#56b4e9", "#e69f00", "#8fd0b0", "#cc79a7"
 WHOLE = 2  # the width of a tensor that is not cut
 APART = 0.7  # between two ranks
 INCHES = 0.46  # of a part's width
@@ -102,3 +104,38 @@ def _boxes(
             axes.add_patch(plt.Rectangle(*inner, facecolor="none", edgecolor=NEW, lw=1.8))
         ink = "white" if sum(fill) < 1.6 else "black"
         axes.text(middle, y + 0.4, letters, ha="center", va="center", fontsize=8.5, color=ink)
+
+
+def sum_trees(num_micro_batches: int, world_sizes: Sequence[int]) -> None:
+    """Who computes which micro-batch, and which partial sums a rank can add without another rank."""
+    figure, panels = plt.subplots(
+        1, len(world_sizes), figsize=(3.6 * len(world_sizes), 2.7), squeeze=False, sharey=True
+    )
+    figure.subplots_adjust(0, 0.02, 1, 0.88, wspace=0.04)
+    for axes, size in zip(panels[0], world_sizes, strict=True):
+        owner = {i: rank for rank, own in enumerate(rank_major(num_micro_batches, size)) for i in own}
+        _node(axes, (0, num_micro_batches), owner)
+        height = (num_micro_batches - 1).bit_length()
+        axes.set(xlim=(-0.6, num_micro_batches - 0.4), ylim=(-1.2, height + 0.5))
+        axes.set_title(f"{size} rank{'s' * (size > 1)}")
+        axes.axis("off")
+    plt.show()
+
+
+def _node(axes: Axes, node: Node, owner: Mapping[int, int]) -> tuple[float, float]:
+    """Draw ``node`` and all below it; returns where it is."""
+    lo, hi = node
+    ranks = {owner[i] for i in range(lo, hi)}
+    fill = RANKS[ranks.pop()] if len(ranks) == 1 else "white"
+    if hi - lo == 1:
+        x, y, text = float(lo), 0.0, f"{lo}"
+        axes.text(x, -0.75, f"rank {owner[lo]}", ha="center", color=WORDS, fontsize=7)
+    else:
+        middle = split(lo, hi)
+        below = [_node(axes, child, owner) for child in ((lo, middle), (middle, hi))]
+        x, y, text = sum(x for x, _ in below) / 2, max(y for _, y in below) + 1, "+"
+        for place in below:
+            axes.plot(*zip((x, y), place, strict=True), color=GREY, lw=1, zorder=1)
+    look = {"facecolor": fill, "edgecolor": GREY, "boxstyle": "circle,pad=0.25"}
+    axes.text(x, y, text, ha="center", va="center", fontsize=9, bbox=look, zorder=2)
+    return x, y
