@@ -82,7 +82,7 @@ def rounds(collective: str, algorithm: str | Schedule, size: int) -> None:
     for rank in range(size):
         axes.text(rank * (width + APART) + width / 2, 1.2, f"rank {rank}", ha="center", color=WORDS)
     name = algorithm if isinstance(algorithm, str) else schedule.__name__
-    axes.set_title(f"{collective} by {name}: {len(all_rounds)} rounds".replace("_", "-"), loc="left")
+    axes.set_title(f"{collective}, {name}: {len(all_rounds)} rounds".replace("_", "-"), loc="left")
     axes.set(xlim=(-2.4, across), ylim=(1.4 - ROW * down, 1.8))
     axes.axis("off")
     plt.show()
