@@ -29,6 +29,16 @@ def test_a_notebook_runs_from_top_to_bottom(execute, path, tmp_path, monkeypatch
     execute(path, write=False)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_cell_that_raises_ends_the_notebook_unless_it_is_tagged(execute, tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    path = tmp_path / "raises.ipynb"
+    tagged = {"cell_type": "code", "metadata": {"tags": ["raises-exception"]}, "source": ["1 / 0"]}
+    path.write_text(json.dumps({"cells": [tagged, tagged | {"metadata": {}}]}))
+    with pytest.raises(RuntimeError, match="cell 2"):
+        execute(path, write=False)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_shows_its_output_names_its_source_and_ends_with_exercises(path):
     notebook = json.loads(path.read_text())
