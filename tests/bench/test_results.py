@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from instep.bench import bandwidth, buckets, collectives
+from instep.bench import bandwidth, buckets, collectives, hosts
 from instep.bench.buckets import MIB, place_of, summarise
 from instep.bench.collectives import predicted, prediction
 from instep.bench.data_parallel import WorkerResults
@@ -137,6 +137,20 @@ def test_over_a_link_no_byte_is_faster_than_the_line():
     assert place_of(found) == "2 hosts with 1 Gbit/s between them"
     # 1 Gbit/s is 8 ns per byte, but for what a burst lets through.
     assert found["cost"]["flight"]["s_per_byte"] > 6e-9
+
+
+@pytest.mark.parametrize(
+    ("rate", "bytes_per_s", "text"),
+    [("1gbit", 125e6, "1 Gbit/s"), ("2.5gbit", 312.5e6, "2.5 Gbit/s"), ("200mbit", 25e6, "200 Mbit/s")],
+)
+def test_a_rate_is_in_the_words_of_tc(rate, bytes_per_s, text):
+    assert (hosts.bytes_per_s(rate), hosts.rate_text(rate)) == (bytes_per_s, text)
+
+
+@pytest.mark.parametrize("rate", ["1", "gbit", "1.2.3gbit", "1 gbit", "1gbyte", "-1gbit"])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="expected a number with kbit, mbit or gbit, such as 1gbit"):
+        hosts.bytes_per_s(rate)
 
 
 BUCKETED = Variant("bucketed", "gloo")

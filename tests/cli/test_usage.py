@@ -13,6 +13,7 @@ REFUSED = [
     ("bench", "collectives -n 4 1", "expected at least 2 ranks, got 1"),
     ("bench", "collectives --samples 1", "expected at least 2 samples, got 1"),
     ("bench", "collectives --rate 10mbit", "rate '10mbit' is that of a link, of which"),
+    ("bench", "buckets --rate 10gbit", "rate '10gbit' is that of a link, of which"),
     ("bench", "buckets --sizes 1 -1", "expected positive bucket sizes in MiB"),
     ("bench", "buckets --params many", "expected a number such as 512, 64K or 1.5M, got 'many'"),
     ("bench", "data-parallel -n 1", "expected at least 2 ranks, got 1"),
