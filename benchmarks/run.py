@@ -105,6 +105,7 @@ EXPERIMENTS = (
     Experiment("link/nodes", ("reduce", "rng"), 30),
     Experiment("experts/run", ("expert", "models", "net", "shm"), 10),
     Experiment("tensor/run", ("tensor", "state", "net", "shm"), 8),
+    Experiment("plan/run", ("plan", "timeline", *EXCHANGE), 10),
     Experiment("shard/speed", ("shard", *EXCHANGE), 5),
     Experiment("shard/muon", ("shard",), 3),
     Experiment("shard/memory", ("shard", "plan"), 5),

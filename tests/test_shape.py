@@ -70,9 +70,9 @@ PURE = [
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 985,
-    "bench": 5866,
+    "bench": 5870,
     "checkpoint": 4090,
-    "cli": 1368,
+    "cli": 1370,
     "comm": 1015,
     "data": 1195,
     "elastic": 2030,
@@ -98,7 +98,7 @@ BUDGET = {
     "state": 2220,
     "step": 2735,
     "tensor": 1070,
-    "timeline": 4882,
+    "timeline": 4885,
     "verify": 755,
 }
 MAX_FILE_LINES = 800
