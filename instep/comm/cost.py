@@ -2,7 +2,8 @@
 
 In Hockney's model a message of n bytes takes alpha + n beta seconds, and a rank sends one message and
 receives one at a time. ``AlphaBeta`` holds the two figures of a link, given or fitted to measured times; the
-bucket planner, the advice and the benchmarks all use it.
+planner, the advice and the benchmarks use it. ``best_bucket`` is the bucket size that exposes least: S. Shi
+et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
 
     collective_cost(ring.all_reduce, 4, 1 << 18, itemsize=4).time_s(alpha_s=20e-6, beta_s=1e-9)      # 0.0017
 """
@@ -61,6 +62,44 @@ def standard_errors(sizes: Sequence[float], times_s: Sequence[float]) -> AlphaBe
     residuals = (model.time_s(size) / t - 1 for size, t in zip(sizes, times_s, strict=True))
     variance = sum(r * r for r in residuals) / (num - 2) / (pp * qq - pq * pq)
     return AlphaBeta(math.sqrt(variance * qq), math.sqrt(variance * pp))
+
+
+def uniform_exposed_s(bucket: float, total: float, backward_s: float, link: AlphaBeta) -> float:
+    """Communication that the step waits for, with buckets of ``bucket`` of the ``total`` bytes, in seconds.
+
+    Backward takes T_b and yields its S bytes of gradients evenly. They leave in buckets of s bytes:
+
+        comm-bound, b S > T_b: the network never idles after the first bucket, so
+
+            exposed(s) = T_b s/S  +  (S/s) a + b S  -  T_b
+                         wait for    all buckets       was hidden
+                         the first
+
+        compute-bound: the network keeps up as long as a bucket travels faster than the next one fills,
+        a + b s <= T_b s/S; then only the last is exposed: a + b s.
+
+        in general the larger of the two.
+
+    A bucket that is larger than the whole is the whole. What the model leaves out: on one host, communication
+    takes processor time and memory bandwidth from backward.
+    """
+    bucket = min(bucket, total)
+    wire_s = total / bucket * link.latency_s + link.s_per_byte * total
+    return max(backward_s * bucket / total + wire_s - backward_s, link.time_s(bucket))
+
+
+def best_bucket(total: float, backward_s: float, link: AlphaBeta) -> float:
+    """The bucket size in bytes with the least exposed communication; at most ``total``.
+
+    The comm-bound form falls and rises: small buckets pay a latency each, large ones start late. Its least is
+    at s = S sqrt(a / T_b). The other only rises, so the best size is the smallest with which the network
+    keeps up, s = a S / (T_b - b S), if that is smaller still.
+    """
+    balanced = total * math.sqrt(link.latency_s / backward_s)
+    spare_s = backward_s - link.s_per_byte * total
+    if spare_s > 0:  # compute-bound
+        balanced = min(balanced, link.latency_s * total / spare_s)
+    return min(balanced, total)
 
 
 @dataclass(frozen=True)
