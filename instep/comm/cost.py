@@ -88,18 +88,33 @@ def uniform_exposed_s(bucket: float, total: float, backward_s: float, link: Alph
     return max(backward_s * bucket / total + wire_s - backward_s, link.time_s(bucket))
 
 
-def best_bucket(total: float, backward_s: float, link: AlphaBeta) -> float:
-    """The bucket size in bytes with the least exposed communication; at most ``total``.
+def best_bucket(total: float, backward_s: float, link: AlphaBeta, hiding: float = 0.0) -> float:
+    """The bucket size in bytes that lengthens a step least; at most ``total``.
 
-    The comm-bound form falls and rises: small buckets pay a latency each, large ones start late. Its least is
-    at s = S sqrt(a / T_b). The other only rises, so the best size is the smallest with which the network
-    keeps up, s = a S / (T_b - b S), if that is smaller still.
+    A step gets longer by what is exposed and, where no core is idle, by a share h, ``hiding``, of what is
+    hidden (see ``busy_share``). Small buckets pay a latency each, large ones start late. The best size is
+
+        comm-bound       S sqrt(a / ((1 - h) T_b))
+        compute-bound    sqrt(h a S / ((1 - h) b)), but at least a S / (T_b - b S), where the network keeps up
     """
-    balanced = total * math.sqrt(link.latency_s / backward_s)
-    spare_s = backward_s - link.s_per_byte * total
-    if spare_s > 0:  # compute-bound
-        balanced = min(balanced, link.latency_s * total / spare_s)
-    return min(balanced, total)
+    a, b, visible = link.latency_s, link.s_per_byte, max(1 - hiding, 0.0)
+
+    def cost_s(bucket: float) -> float:
+        return visible * uniform_exposed_s(bucket, total, backward_s, link) + hiding * a * total / bucket
+
+    spare_s = backward_s - b * total
+    sizes = [
+        total * math.sqrt(a / (visible * backward_s)) if visible * backward_s else total,
+        math.sqrt(hiding * a * total / (visible * b)) if visible * b else total,
+        a * total / spare_s if spare_s > 0 else total,
+    ]
+    return min((min(max(size, 1.0), total) for size in sizes), key=cost_s)
+
+
+def busy_share(ranks: int, threads: int, cores: int) -> float:
+    """Share of the ranks' exchanges that find no idle core while all ranks compute."""
+    idle = cores - ranks * threads
+    return 1 - min(max(idle / ranks, 0.0), 1.0)
 
 
 @dataclass(frozen=True)

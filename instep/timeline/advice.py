@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from instep.comm.cost import busy_share
 from instep.events import GRADIENT_SYNC
 from instep.pipeline.cuts import COST
 from instep.timeline.breakdown import (
@@ -43,7 +44,6 @@ from instep.timeline.predict import (
     ExchangeModel,
     ExchangeTimes,
     HidingCost,
-    busy_share,
     copying_s,
     over_shared_memory,
     pause_s,
@@ -408,7 +408,8 @@ class RunExchanges:
         model = ExchangeModel(
             rows,
             strategy=setting.strategy,
-            cap_mb=setting.bucket_mb,
+            # Unless the cap is known: a bucket closes when it has reached it.
+            cap_mb=setting.bucket_mb or min(row.bytes for row in rows[:-1] or rows) / MEBIBYTE,
             backward_s=run.backward_s,
             pause_s=pause_s(rows, run.sync_s),
         )
@@ -536,10 +537,10 @@ def describe_buckets(exchanges: RunExchanges, cap_mb: float, num_then: int) -> t
             f"{in_ms(model.cost.latency_s)} whatever its size, {in_ms(model.latencies_s)} per step"
             f"{where}: send {buckets}."
         )
-    if exchanges.over_link and setting.strategy == "bucketed" and setting.bucket_mb <= DEFAULT_MB:
+    if exchanges.over_link and setting.strategy == "bucketed" and model.cap_mb <= DEFAULT_MB:
         return LINK, (
             f"The exchange of gradients takes {in_ms(model.now().total_s)}, because {exchanges.link}, and "
-            f"buckets of {setting.bucket_mb:g} MB leave too late to hide it: send {buckets}."
+            f"buckets of {model.cap_mb:.3g} MB leave too late to hide it: send {buckets}."
         )
     if max(sizes) >= ONE_BUCKET * model.bytes:
         share = "All" if len(sizes) == 1 else in_percent(max(sizes) / model.bytes)

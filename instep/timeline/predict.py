@@ -158,7 +158,7 @@ class ExchangeModel:
         self.backward_s = backward_s
         self.overlaps = strategy in ("overlap", "bucketed")
         self._whole = strategy in ("naive", "overlap")  # each bucket is one parameter
-        self._cap_mb = cap_mb
+        self.cap_mb = cap_mb
         self._ready_s = [max(row.ready_ms.values()) / 1e3 for row in rows]
         self.end_s = max(self._ready_s)
         self._curve = self._arrival()
@@ -192,7 +192,7 @@ class ExchangeModel:
     def buckets_of(self, cap_mb: float) -> list[int]:
         """The sizes of the buckets with this cap. A bucket that is to be cut is cut evenly."""
         cap = cap_mb * MEBIBYTE
-        if self._whole or (cap >= self._cap_mb * MEBIBYTE and len(self.sizes) > 1):
+        if self._whole or (cap >= self.cap_mb * MEBIBYTE and len(self.sizes) > 1):
             return pack(self.sizes, cap)
         whole, rest = divmod(self.bytes, int(cap))
         return [int(cap)] * whole + [rest] * (rest > 0)
@@ -248,9 +248,3 @@ def copying_s(num_bytes: int, num_ranks: int, memory_bytes_per_s: float) -> floa
     W - 1 of W slices are added: 11 (W - 1)/W S bytes through memory.
     """
     return 11 * (num_ranks - 1) / num_ranks * num_bytes / memory_bytes_per_s
-
-
-def busy_share(ranks: int, threads: int, cores: int) -> float:
-    """Share of the ranks' exchanges that find no idle core while all ranks compute."""
-    idle = cores - ranks * threads
-    return 1 - min(max(idle / ranks, 0.0), 1.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.comm.cost import AlphaBeta
+from instep.comm.cost import AlphaBeta, busy_share
 from instep.timeline.breakdown import parts
 from instep.timeline.bucket_times import BucketRow
 from instep.timeline.predict import (
@@ -18,7 +18,6 @@ from instep.timeline.predict import (
     ExchangeModel,
     ExchangeTimes,
     HidingCost,
-    busy_share,
     even_backward,
     exposed_s,
     pack,
