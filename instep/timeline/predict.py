@@ -157,7 +157,7 @@ class ExchangeModel:
         self.bytes = sum(self.sizes)
         self.backward_s = backward_s
         self.overlaps = strategy in ("overlap", "bucketed")
-        self._whole = strategy in ("naive", "overlap")  # each bucket is one parameter
+        self.by_parameter = strategy in ("naive", "overlap")  # each bucket is one
         self.cap_mb = cap_mb
         self._ready_s = [max(row.ready_ms.values()) / 1e3 for row in rows]
         self.end_s = max(self._ready_s)
@@ -181,18 +181,18 @@ class ExchangeModel:
         """The same buckets over another transport."""
         return self._outcome(self._ready_s, [cost.time_s(size) for size in self.sizes], self.overlaps)
 
-    def with_buckets(self, sizes: Sequence[int]) -> ExchangeTimes:
-        """Buckets of these sizes, sent while backward runs."""
+    def with_buckets(self, sizes: Sequence[int], overlaps: bool = True) -> ExchangeTimes:
+        """Buckets of these sizes, sent while backward runs, or after it."""
         sent, ready_s = 0, []
         for size in sizes:
             sent += size
             ready_s.append(self.ready_s(sent))
-        return self._outcome(ready_s, [self.cost.time_s(size) for size in sizes], True)
+        return self._outcome(ready_s, [self.cost.time_s(size) for size in sizes], overlaps)
 
     def buckets_of(self, cap_mb: float) -> list[int]:
         """The sizes of the buckets with this cap. A bucket that is to be cut is cut evenly."""
         cap = cap_mb * MEBIBYTE
-        if self._whole or (cap >= self.cap_mb * MEBIBYTE and len(self.sizes) > 1):
+        if self.by_parameter or (cap >= self.cap_mb * MEBIBYTE and len(self.sizes) > 1):
             return pack(self.sizes, cap)
         whole, rest = divmod(self.bytes, int(cap))
         return [int(cap)] * whole + [rest] * (rest > 0)
