@@ -68,6 +68,7 @@ OTHERS = [
     ("pipeline", "Where the time goes", ""),
     ("strategies", "Two older forms", "instep.init()\n"),
     ("strategies", "Fewer bytes", "instep.init()\n"),
+    ("strategies", "The bucket size", "instep.init()\n"),
 ]
 # Which the tests do not need.
 FRAMEWORKS = {

@@ -15,7 +15,7 @@ from instep.bench.hosts import rate_text
 from instep.bench.options import BucketsOptions
 from instep.bench.workloads import Workload
 from instep.bench.worlds import on_ranks, over_link, require_memory, slowest_rank
-from instep.timeline.predict import best_bucket
+from instep.comm.cost import best_bucket
 
 MIB = 1 << 20
 HIDDEN = ("low(ms)", "high(ms)")  # in files and in the chart only

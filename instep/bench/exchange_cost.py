@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from instep.bench.worlds import FEWEST_SAMPLES, World, slowest_rank
-from instep.comm.cost import AlphaBeta, fit
+from instep.comm.cost import AlphaBeta, busy_share, fit
 from instep.net.device import synchronize
 from instep.replicate.wrapper import DataParallel
-from instep.timeline.predict import HidingCost, busy_share, even_backward
+from instep.timeline.predict import HidingCost, even_backward
 
 # The smallest are sent in one message, and a link lets the beginning of any message pass at once (``hosts``):
 # most sizes are some megabytes, as buckets are.

@@ -20,11 +20,12 @@ from instep.plan.cluster import CLUSTERS
 from instep.plan.memory_estimate import MemoryPlan
 from instep.plan.model import MODELS
 from instep.plan.search import SearchPlan
-from instep.plan.step_table import ScalePlan
+from instep.plan.step_table import BucketsPlan, ScalePlan, bucket_text
 from instep.plan.step_time import TimePlan
 from instep.record.directory import SUMMARY, config_of
 from instep.record.jsonl import read_object
 from instep.run import toml
+from instep.timeline.analysis import exchanges_of
 
 PROGRAM = "instep plan"
 DESCRIPTION = f"""\
@@ -33,6 +34,7 @@ Plan a training run by arithmetic: no torch, no processes, answers at once.
   instep plan memory [MODEL]    what each rank's memory holds, line by line, and how many ranks it takes
   instep plan step [MODEL]      the time of a step, simulated, and where it goes on each kind of rank
   instep plan scale [MODEL]     the same on several numbers of ranks
+  instep plan buckets [MODEL]   the step with each strategy and bucket size; of a run: instep plan buckets RUN
   instep plan search [MODEL]    the placements that fit, fastest first, and why the others are slower
   instep plan fit [RUN]         the [cluster] of this machine, or a run's, a file for step, scale and search
   instep plan check RUN...      runs beside their plans: step time and memory, planned and measured
@@ -77,6 +79,11 @@ class ScaleFlags(ChartFlags, ScalePlan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelBucketsFlags(PrintFlags, BucketsPlan):
+    """A step with each bucket size as flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchFlags(PrintFlags, SearchPlan):
     """A search as flags."""
 
@@ -101,13 +108,26 @@ class FitFlags:
     """Directory of a run of instep train, without tp, ep and pp; by default one is made, in half a minute."""
 
 
-FIT, CHECK = "fit", "check"
+@dataclass(frozen=True, kw_only=True)
+class EndedRunFlags(PrintFlags):
+    """A run that has ended."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Directory of the run."""
+
+
+FIT, CHECK, BUCKETS = "fit", "check", "buckets"
 CALIBRATION = "-n 2 --steps 40 --parallel.strategy naive --eval.windows 1 --checkpoint.every 0"
 FIT_DESCRIPTION = f"""\
 Fit rates and links to a run, and print them as the table [cluster] of a plan, with 95 % confidence intervals.
 
 Without RUN, a run is made and removed: instep train {CALIBRATION},
 with the words after -- behind these: instep plan fit -- -n 4 --model.width 512
+
+Exit codes: 0 done, 1 failed, 2 usage.\
+"""
+BUCKETS_DESCRIPTION = """\
+Predict the step of a run with other strategies and bucket sizes, by its measured exchanges.
 
 Exit codes: 0 done, 1 failed, 2 usage.\
 """
@@ -121,6 +141,7 @@ WORDS = {
     "step": (StepFlags, step_table),
     "scale": (ScaleFlags, step_table),
     "search": (SearchFlags, search),
+    BUCKETS: (ModelBucketsFlags, step_table),
 }
 
 
@@ -137,6 +158,8 @@ def main(args: Sequence[str]) -> int:
             return fit_run(rest)
         if word == CHECK:
             return check_runs(rest)
+        if word == BUCKETS and any(Path(name).is_dir() for name in rest):
+            return buckets_of_run(rest)
         kind, answer = WORDS[word]
         options = parse(kind(), rest, f"{PROGRAM} {word}")
         options.check()
@@ -171,6 +194,24 @@ def fit_run(args: Sequence[str]) -> int:
     short: Any = {name: float(f"{x:.4g}") for name, x in asdict(cluster).items() if isinstance(x, float)}
     lines = toml.to_toml(replace(cluster, **short)).strip().splitlines()
     print("\n".join(["[cluster]", *(line + ranges.get(line.partition(" ")[0], "") for line in lines)]))
+    return DONE
+
+
+def buckets_of_run(args: Sequence[str]) -> int:
+    """Print the run that ``args`` name with other buckets."""
+    options = tyro.cli(
+        EndedRunFlags, prog=f"{PROGRAM} {BUCKETS}", description=BUCKETS_DESCRIPTION, args=list(args)
+    )
+    exchanges = exchanges_of(read_object(options.run / SUMMARY))
+    if exchanges is None:
+        raise ValueError(
+            f"{options.run}: expected a run whose ranks exchange buckets: two ranks or more, one of the four "
+            "strategies, no pipeline; or it is a run of an earlier version"
+        )
+    plans = list(exchanges.bucket_plans())
+    lines = [exchanges.words, *bucket_text(plans, plans[0])]
+    found = {"buckets": [one._asdict() for one in plans]}
+    print(json.dumps(found, indent=1) if options.json else "\n".join(lines))
     return DONE
 
 

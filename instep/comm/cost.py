@@ -2,7 +2,8 @@
 
 In Hockney's model a message of n bytes takes alpha + n beta seconds, and a rank sends one message and
 receives one at a time. ``AlphaBeta`` holds the two figures of a link, given or fitted to measured times; the
-bucket planner, the advice and the benchmarks all use it.
+planner, the advice and the benchmarks use it. ``best_bucket`` is the bucket size that exposes least: S. Shi
+et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
 
     collective_cost(ring.all_reduce, 4, 1 << 18, itemsize=4).time_s(alpha_s=20e-6, beta_s=1e-9)      # 0.0017
 """
@@ -61,6 +62,59 @@ def standard_errors(sizes: Sequence[float], times_s: Sequence[float]) -> AlphaBe
     residuals = (model.time_s(size) / t - 1 for size, t in zip(sizes, times_s, strict=True))
     variance = sum(r * r for r in residuals) / (num - 2) / (pp * qq - pq * pq)
     return AlphaBeta(math.sqrt(variance * qq), math.sqrt(variance * pp))
+
+
+def uniform_exposed_s(bucket: float, total: float, backward_s: float, link: AlphaBeta) -> float:
+    """Communication that the step waits for, with buckets of ``bucket`` of the ``total`` bytes, in seconds.
+
+    Backward takes T_b and yields its S bytes of gradients evenly. They leave in buckets of s bytes:
+
+        comm-bound, b S > T_b: the network never idles after the first bucket, so
+
+            exposed(s) = T_b s/S  +  (S/s) a + b S  -  T_b
+                         wait for    all buckets       was hidden
+                         the first
+
+        compute-bound: the network keeps up as long as a bucket travels faster than the next one fills,
+        a + b s <= T_b s/S; then only the last is exposed: a + b s.
+
+        in general the larger of the two.
+
+    A bucket that is larger than the whole is the whole. What the model leaves out: on one host, communication
+    takes processor time and memory bandwidth from backward.
+    """
+    bucket = min(bucket, total)
+    wire_s = total / bucket * link.latency_s + link.s_per_byte * total
+    return max(backward_s * bucket / total + wire_s - backward_s, link.time_s(bucket))
+
+
+def best_bucket(total: float, backward_s: float, link: AlphaBeta, hiding: float = 0.0) -> float:
+    """The bucket size in bytes that lengthens a step least; at most ``total``.
+
+    A step gets longer by what is exposed and, where no core is idle, by a share h, ``hiding``, of what is
+    hidden (see ``busy_share``). Small buckets pay a latency each, large ones start late. The best size is
+
+        comm-bound       S sqrt(a / ((1 - h) T_b))
+        compute-bound    sqrt(h a S / ((1 - h) b)), but at least a S / (T_b - b S), where the network keeps up
+    """
+    a, b, visible = link.latency_s, link.s_per_byte, max(1 - hiding, 0.0)
+
+    def cost_s(bucket: float) -> float:
+        return visible * uniform_exposed_s(bucket, total, backward_s, link) + hiding * a * total / bucket
+
+    spare_s = backward_s - b * total
+    sizes = [
+        total * math.sqrt(a / (visible * backward_s)) if visible * backward_s else total,
+        math.sqrt(hiding * a * total / (visible * b)) if visible * b else total,
+        a * total / spare_s if spare_s > 0 else total,
+    ]
+    return min((min(max(size, 1.0), total) for size in sizes), key=cost_s)
+
+
+def busy_share(ranks: int, threads: int, cores: int) -> float:
+    """Share of the ranks' exchanges that find no idle core while all ranks compute."""
+    idle = cores - ranks * threads
+    return 1 - min(max(idle / ranks, 0.0), 1.0)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Pipeline(WrappedOnce, ModuleProxy):
         chunks: int | None = None,
         cuts: str | Sequence[int] = LAYERS,
         strategy: str = "bucketed",
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | str = 25,
         nodes: str = "float32",
         rounding: str = "nearest",
         find_unused_parameters: bool | None = None,

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from instep.comm.cost import AlphaBeta, standard_errors
+from instep.comm.cost import AlphaBeta, busy_share, standard_errors
 from instep.events import GRADIENT_SYNC, PARAMETER_GATHER, PARAMETER_UPDATE
 from instep.models.config import GPTConfig
 from instep.plan.cluster import Cluster, step_flops
@@ -29,7 +29,7 @@ from instep.plan.model import gpt
 from instep.plan.step_time import TimePlan, step, step_s, update_bytes
 from instep.timeline.breakdown import COMPUTE, UPDATE, RankBreakdown
 from instep.timeline.bucket_times import BucketRow
-from instep.timeline.predict import busy_share, exposed_s, fit_buckets
+from instep.timeline.predict import exposed_s, fit_buckets
 
 RUN_MB = 335  # of a process of ``instep train`` whose model is next to nothing; measured, torch 2.13 for CPUs
 MODELLED = (GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instep.plan.memory_estimate import largest
 from instep.plan.memory_table import GB, aligned, verdict
 from instep.plan.step_time import TimePlan, step, step_s, tokens_per_s, utilisation, with_ranks
+from instep.timeline.advice import BucketPlan
 from instep.timeline.breakdown import Parts, parts
+from instep.timeline.predict import CAPS_MB
 
 MOST_ROWS = 16  # of a table of ranks
 COLUMNS = ("compute", "exposed communication", "waiting for a slower rank", "pipeline bubble", "update")
@@ -34,6 +36,29 @@ class ScalePlan(TimePlan):
             one.batch.accumulation(one.parallel)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BucketsPlan(TimePlan):
+    """A step with each strategy and bucket size."""
+
+    def check(self) -> None:
+        """Ranks have to exchange buckets."""
+        super().check()
+        if self.parallel.stage > 1 or self.parallel.pp > 1 or self.parallel.data_ranks == 1:
+            raise ValueError("no buckets to choose: pass --parallel.dp 2 or more, stage 0 or 1, pp 1")
+
+    def plans(self) -> Iterator[BucketPlan]:
+        """Caps up to the first one that holds all gradients."""
+        once: list[tuple[Any, int]] = [("naive", 0), ("flat", 0), ("overlap", 0)]
+        for strategy, cap_mb in once + [("bucketed", cap) for cap in CAPS_MB]:
+            cut = replace(self.parallel, bucket_mb=cap_mb or self.parallel.bucket_mb)
+            timeline = step(replace(self, strategy=strategy, parallel=cut))
+            exposed_s = max(row.exposed_s for rank in timeline.ranks if (row := parts(timeline.of(rank, 0))))
+            count = sum(event.name == "exchange" for event in timeline.of(0, 0))
+            yield BucketPlan(strategy, cap_mb, count, exposed_s, step_s(timeline))
+            if strategy == "bucketed" and count == 1:
+                return
+
+
 def figures(plan: TimePlan) -> dict[str, Any]:
     """The step in numbers, and its parts on each kind of rank."""
     timeline = step(plan)
@@ -52,8 +77,8 @@ def figures(plan: TimePlan) -> dict[str, Any]:
 
 def text(plan: TimePlan) -> Iterator[str]:
     """All lines that ``instep plan step`` or ``instep plan scale`` prints."""
-    if isinstance(plan, ScalePlan):
-        yield from scale_text(plan)
+    if isinstance(plan, ScalePlan | BucketsPlan):
+        yield from scale_text(plan) if isinstance(plan, ScalePlan) else bucket_text(list(plan.plans()))
         return
     found, cluster = figures(plan), plan.cluster
     ranks, windows = found["ranks"], plan.micro_batches * plan.batch.micro_size * plan.parallel.data_ranks
@@ -83,6 +108,18 @@ def parts_text(rows: Sequence[Parts]) -> Iterator[str]:
         yield f"  and {len(rows) - MOST_ROWS} more kinds of rank"
 
 
+def bucket_text(plans: Sequence[BucketPlan], measured: BucketPlan | None = None) -> Iterator[str]:
+    """A line per plan; the shortest step is marked, of equal ones the last."""
+    table = [["strategy", "MB", "buckets", "exposed ms", "step ms", ""]]
+    best = min(reversed(plans), key=lambda one: one.step_s)
+    for one in plans:
+        cells = [f"{one.cap_mb:.3g}" if one.cap_mb else "", f"{one.num_buckets:,}"]
+        cells += [f"{1e3 * seconds:,.2f}" for seconds in (one.exposed_s, one.step_s)]
+        marks = ["this run"] * (one is measured) + ["best"] * (one is best)
+        table.append([one.strategy, *cells, ", ".join(marks)])
+    yield from aligned(table, 1)
+
+
 def scale_text(plan: ScalePlan) -> Iterator[str]:
     """A line per number of ranks; efficiency beside the first one."""
     kind = "work per rank" if plan.weak else "work per step"
@@ -110,6 +147,8 @@ def scale(plan: ScalePlan) -> list[dict[str, Any]]:
 
 def as_json(plan: TimePlan) -> dict[str, Any]:
     """The same numbers."""
+    if isinstance(plan, BucketsPlan):
+        return {"plan": asdict(plan), "buckets": [one._asdict() for one in plan.plans()]}
     rows = scale(plan) if isinstance(plan, ScalePlan) else [figures(plan)]
     for row in rows:
         row["parts"] = [asdict(part) for part in row["parts"]]

@@ -70,6 +70,7 @@ class OrderedAllReduce:
         self.compare: Callable[[Sequence[Header]], None] | None = None  # called before each reduction
         self.buffers: list[int] = []  # by rank, from the headers of the last bucket
         self.input_digests: list[int] = []  # likewise
+        self.flights: list[tuple[int, float]] | None = None  # (bytes, seconds) of buckets, where one measures
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -107,8 +108,11 @@ class OrderedAllReduce:
             for group in {self.group, bucket.group}:
                 group.break_off(name)
             raise
-        exchanged = "exchange", agreed_ns, time.monotonic_ns(), bucket.nodes.wire_bytes, -1
-        self._record(headers, started_ns, agreed_ns, exchanged)
+        ended_ns = time.monotonic_ns()
+        exchanged = "exchange", agreed_ns, ended_ns, bucket.nodes.wire_bytes, -1
+        begun_ns = self._record(headers, started_ns, agreed_ns, exchanged)
+        if self.flights is not None and bucket.group.size > 1:
+            self.flights.append((bucket.home.nbytes, (ended_ns - begun_ns) / 1e9))
 
     def exchange_headers(self, bucket: Bundle, header: Header, name: str) -> list[Header]:
         """The headers of all ranks; sets ``bucket.presence``.
@@ -150,8 +154,11 @@ class OrderedAllReduce:
         started_ns: int,
         agreed_ns: int,
         *exchanged: tuple[str, int, int, int, int],
-    ) -> None:
-        """Record the events since ``started_ns``: queued, the wait for the last rank, ``exchanged``."""
+    ) -> int:
+        """Record the events since ``started_ns``: queued, the wait for the last rank, ``exchanged``.
+
+        Returns when the last rank was there.
+        """
         offsets_ns, rank = self.offsets_ns, self.group.rank
         mine, last, latest_ns = headers[rank], rank, 0
         for r, header in enumerate(headers):
@@ -165,6 +172,7 @@ class OrderedAllReduce:
         if agreed_ns > until_ns:
             events.append(("agree", until_ns, agreed_ns, 0, -1))
         self.recorder.put_all([*events, *exchanged], lane="communication", bucket=mine.bucket)
+        return until_ns
 
     def _agree(
         self, bucket: Bundle, header: Header, name: str, payload: tuple[Bucket, Sum] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,18 +12,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.comm.cost import busy_share
 from instep.events import GRADIENT_SYNC, Recorder
 from instep.hook import weakly
 from instep.net.lane import Work
 from instep.net.process_group import Group
-from instep.reduce.buckets import Bucket, Bundle, make_buckets
+from instep.reduce.buckets import Bucket, Bundle, Caps, make_buckets
 from instep.reduce.exchange import OrderedAllReduce
 from instep.reduce.header import Header
+from instep.replicate.auto_cap import AUTO, DEFAULT_MB, MEASURED, WARM_UP, Sample, choose_cap_mb, probing_caps
+from instep.replicate.bucketed import Bucketed
 from instep.replicate.comm_hook import CommHook
 from instep.state.boxes import boxes_of, is_cut
 from instep.state.elementwise import why_not_on_boxes
 from instep.step.reduction import ONE_GROUP, GradientGroups, Reduction, ReductionOptions, StepPlan
 from instep.step.replica_watch import ReplicaWatch
+
+BACKWARDS = ("backward", "weight gradient")
 
 
 class Reducer(Reduction):
@@ -31,9 +37,13 @@ class Reducer(Reduction):
     The groups have no other user. After ``finish`` every ``.grad`` is the reduced gradient.
     """
 
-    # The buckets too: the first exchange may put them into another order.
-    changes: ClassVar[tuple[str, ...]] = (*Reduction.changes, "buckets", "place", "_order", "_next_order")
+    # The buckets too: the first exchanges may change their order and size.
+    changes: ClassVar[tuple[str, ...]] = (
+        *(*Reduction.changes, "buckets", "place", "_order", "_next_order"),
+        *("caps", "_samples", "_with_large"),
+    )
     buckets: list[Bucket]
+    caps: Caps  # of the buckets now
 
     def __init__(
         self,
@@ -65,6 +75,13 @@ class Reducer(Reduction):
         self._watch_over(shared.copy, self.bundling.alike or [range(group.size)])
         self.comm_hook: CommHook | None = None
         self._awaits = False  # backward has ended: what leaves now is waited for at once
+        self._samples: list[Sample] | None = None  # until the size of buckets is chosen
+        if not isinstance(options.caps, str):
+            self.caps = options.caps
+        elif names and group.size > 1 and issubclass(options.strategy, Bucketed):
+            self.caps, self._samples = probing_caps, []
+        else:
+            self.caps = DEFAULT_MB
         # Backward computes gradients in about the reverse of the order in which layers were registered.
         self._make_buckets(list(reversed(range(len(self.names)))))
 
@@ -72,6 +89,8 @@ class Reducer(Reduction):
         super().begin(plan)
         if self.comm_hook is not None:
             self.comm_hook.begin()
+        if self._samples is not None:
+            self.exchange.flights = []
         for bucket in self.buckets:
             bucket.begin(plan.num_leaves, self.gradients.num_attached, plan.leaves)
         self.strategy.begin(self.buckets)
@@ -96,6 +115,8 @@ class Reducer(Reduction):
                 self.comm_hook.finish(self.group)
             if not self._reordered:
                 self._reorder()
+            elif self._samples is not None:
+                self._measure(self._samples)
         if self.statistics is not None:
             self._exchange_statistics()
         self._report_unused()
@@ -118,8 +139,13 @@ class Reducer(Reduction):
         """From now on ``hook`` reduces, and what ranks hold is not compared any more.
 
         Raises:
-            ValueError: nodes of the sum tree are to be rounded.
+            ValueError: nodes of the sum tree are to be rounded, or exchanges are to be measured.
         """
+        if self.options.caps == AUTO:
+            raise ValueError(
+                "a communication hook with bucket_cap_mb='auto', which measures the exchanges that a hook "
+                "replaces: pass a size in MiB"
+            )
         if self.options.nodes.rounds:
             nodes = self.options.nodes.nodes
             raise ValueError(
@@ -146,9 +172,9 @@ class Reducer(Reduction):
         by_group: dict[Group, list[int]] = {}
         for i in order:
             by_group.setdefault(self.bundling.of.get(i, self.group), []).append(i)
-        caps, members = self.options.caps, list[list[int]]()
+        members: list[list[int]] = []
         for positions in by_group.values():
-            members += self.strategy.group(self.parameters, positions, caps)
+            members += self.strategy.group(self.parameters, positions, self.caps)
         if len(by_group) > 1:  # else they are in the order in which backward completes them
             members.sort(key=lambda its: order.index(its[-1]))
         self.buckets = make_buckets(
@@ -224,3 +250,18 @@ class Reducer(Reduction):
         self.lane.run(name, lambda: self.group.broadcast(order, name)).wait()
         if order.tolist() != self._order:
             self._next_order = order.tolist()
+
+    def _measure(self, samples: list[Sample]) -> None:
+        """Keep the times of this reduction; after the last one, adopt the bucket size that rank 0 chooses."""
+        took = [event.duration_s for event in self.recorder.so_far() if event.name in BACKWARDS]
+        samples.append(Sample(self.exchange.flights or (), took[-1] if took else 0.0))
+        if len(samples) < WARM_UP + MEASURED:
+            return
+        hiding, peers = 0.0, self.group.peers  # a link between hosts, or a GPU, takes no core
+        if self.parameters[0].device.type == "cpu" and {peer.host for peer in peers.table} == {peers.me.host}:
+            hiding = busy_share(self.group.size, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        size = torch.tensor([choose_cap_mb(samples[WARM_UP:], hiding)], dtype=torch.float64, device="cpu")
+        name = "the broadcast of the bucket size"
+        self.lane.run(name, lambda: self.group.broadcast(size, name)).wait()
+        self.caps, self._next_order = size.item(), self._order
+        self._samples = self.exchange.flights = None

@@ -87,6 +87,8 @@ class DataParallel(WrappedOnce, ModuleProxy):
             else torch's default group, else this process alone.
         strategy: "naive", "flat", "overlap" or "bucketed"; the same bits at another speed.
         bucket_cap_mb: bucket size in MiB; a number, one per bucket, or a callable on the parameters' sizes.
+            "auto" measures the first reductions, then all ranks take the size that rank 0 computes; see
+            ``replicate/auto_cap.py``.
         ordered: sum in the fixed order of the sum tree. False is the backend's plain all-reduce.
         init_sync: True takes rank 0's parameters and buffers, "verify" raises if values differ, False does
             neither. Structure is always compared.
@@ -129,7 +131,7 @@ class DataParallel(WrappedOnce, ModuleProxy):
         module: nn.Module,
         process_group: Mesh | DeviceMesh | ProcessGroup | None = None,
         strategy: str = "bucketed",
-        bucket_cap_mb: Caps = 25,
+        bucket_cap_mb: Caps | str = 25,
         *,
         ordered: bool = True,
         init_sync: bool | str = True,
@@ -241,8 +243,9 @@ class DataParallel(WrappedOnce, ModuleProxy):
 
     @property
     def placement(self) -> dict[str, Any]:
-        """How gradients travel: "strategy", "bucket_mb" if it is one number, "ordered" if they are not."""
-        caps = self._options.caps
+        """How gradients travel: "strategy", "bucket_mb" if it is one number, or has been chosen, "ordered" if
+        they are not."""
+        caps = self._reducer.caps
         size = {"bucket_mb": float(caps)} if isinstance(caps, int | float) else {}
         order = {} if self._options.ordered else {"ordered": False}
         return {"strategy": self._strategy, **size, **order}

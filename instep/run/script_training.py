@@ -364,12 +364,11 @@ class ScriptTraining:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """How ranks share a step: as the run was told, and where its pipelines are cut at this moment."""
+        """How ranks share a step: as the run was told, and the cuts and bucket size of this moment."""
         found = dataclasses.asdict(self.config.parallel)
         for model in self.registered.models.values():
             placed = getattr(model, "placement", None) or {}
-            if "cuts" in placed:
-                found["cuts"] = placed["cuts"]
+            found |= {name: placed[name] for name in ("cuts", "bucket_mb") if name in placed}
         return found
 
     # The contract.

@@ -56,13 +56,15 @@ class ReductionOptions:
     """How to reduce: what a user chose once for the wrapper."""
 
     strategy: type[Any]  # ``replicate.naive.Naive``, or a class with its methods
-    caps: Caps = 25
+    caps: Caps | str = 25  # "auto": see ``replicate/auto_cap.py``
     ordered: bool = True
     unused: bool | None = None  # parameters without a gradient: True allows, None warns, False raises
     check_replicas: bool = True  # whether ranks compare their replicated weights
     nodes: NodeFormat = IN_FLOAT32
 
     def __post_init__(self) -> None:
+        if isinstance(self.caps, str) and self.caps != "auto":
+            raise ValueError(f"bucket_cap_mb={self.caps!r}: expected a size in MiB, or 'auto'")
         if self.nodes.rounds and not self.ordered:
             raise ValueError(
                 f"nodes={self.nodes.nodes!r} with ordered=False, where the backend adds, and no tree: leave "

@@ -16,11 +16,13 @@ often is about. That is why they stand in one file.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
+from instep.comm.cost import busy_share
 from instep.events import GRADIENT_SYNC
 from instep.pipeline.cuts import COST
 from instep.timeline.breakdown import (
@@ -43,7 +45,6 @@ from instep.timeline.predict import (
     ExchangeModel,
     ExchangeTimes,
     HidingCost,
-    busy_share,
     copying_s,
     over_shared_memory,
     pause_s,
@@ -107,9 +108,9 @@ class RunMeasurements:
     slow: SlowRank | None
     setting: RunSetting
     backward_s: float
-    optimizer: str
-    num_parameters: int
-    slowdown: float | None
+    optimizer: str = "adamw"
+    num_parameters: int = 0
+    slowdown: float | None = None  # None: as the breakdowns have it
 
     @property
     def step_s(self) -> float:
@@ -227,9 +228,6 @@ def advise(
         slowdown: as ``RankBreakdown.slowdown``; None: theirs, where they know it.
         slow_stage: the stage of a pipeline that takes longer than the others.
     """
-    known = [row.slowdown for row in breakdowns if row.slowdown is not None]
-    if slowdown is None and known:
-        slowdown = median(known)
     run = RunMeasurements(breakdowns, buckets, slow, setting, backward_s, optimizer, num_parameters, slowdown)
     if not breakdowns or run.step_s <= 0:
         return []
@@ -390,6 +388,16 @@ def exchange_advice(run: RunMeasurements) -> list[Advice]:
     return [advice for advice in (best and best.advice, seldom) if advice]
 
 
+class BucketPlan(NamedTuple):
+    """A way to exchange gradients, and the step with it; ``cap_mb`` of 0: as the strategy cuts."""
+
+    strategy: str
+    cap_mb: float
+    num_buckets: int
+    exposed_s: float
+    step_s: float
+
+
 @dataclass(frozen=True)
 class RunExchanges:
     """A run that exchanges gradients, in one bucket or more: the model of it, and what hiding costs."""
@@ -408,7 +416,8 @@ class RunExchanges:
         model = ExchangeModel(
             rows,
             strategy=setting.strategy,
-            cap_mb=setting.bucket_mb,
+            # Unless the cap is known: a bucket closes when it has reached it.
+            cap_mb=setting.bucket_mb or min(row.bytes for row in rows[:-1] or rows) / MEBIBYTE,
             backward_s=run.backward_s,
             pause_s=pause_s(rows, run.sync_s),
         )
@@ -448,6 +457,39 @@ class RunExchanges:
         """The most that a step can get shorter: what it waits for its exchanges."""
         return min(self.run.sync_s, self.run.waited(GRADIENT_SYNC).median_s)
 
+    @property
+    def words(self) -> str:
+        """What a bucket takes, and what hides it."""
+        cost = self.model.cost
+        return (
+            f"a bucket takes {in_ms(cost.latency_s)} + {cost.s_per_byte * 1e9:.2g} ns per byte in this run "
+            f"and can leave when its last gradient is there, in a backward of {in_ms(self.model.backward_s)}"
+        )
+
+    @property
+    def caps_mb(self) -> list[int]:
+        """Those of ``CAPS_MB`` that cut the gradients, and the first one that holds all of them."""
+        return [cap for less, cap in pairwise((0, *CAPS_MB)) if less * MEBIBYTE < self.model.bytes]
+
+    def gain_s(self, then: ExchangeTimes) -> float:
+        """Seconds that a step gets shorter if its exchanges become ``then``."""
+        return min(saved_s(self.model.now(), then, self.hiding), self.most_s)
+
+    def bucket_plans(self) -> Iterator[BucketPlan]:
+        """The run as it was, then the strategies and caps that it might have had."""
+        run, model, now = self.run, self.model, self.model.now()
+        own = run.setting.strategy
+        cap_mb = model.cap_mb if own == "bucketed" else 0
+        yield BucketPlan(own, cap_mb, now.num_buckets, now.exposed_s, run.step_s)
+        ways = [("flat", 0, [model.bytes])]
+        if model.by_parameter:
+            ways = [("naive", 0, model.sizes), *ways, ("overlap", 0, model.sizes)]
+        for strategy, cap, sizes in ways + [("bucketed", cap, model.buckets_of(cap)) for cap in self.caps_mb]:
+            then = model.with_buckets(sizes, strategy in ("overlap", "bucketed"))
+            if strategy != own or then.num_buckets != now.num_buckets:
+                step_s = run.step_s - self.gain_s(then)
+                yield BucketPlan(strategy, cap, then.num_buckets, then.exposed_s, step_s)
+
 
 def hiding_cost(run: RunMeasurements, model: ExchangeModel) -> HidingCost:
     """What hiding costs: measured where something was hidden, else from how many cores are idle.
@@ -456,8 +498,10 @@ def hiding_cost(run: RunMeasurements, model: ExchangeModel) -> HidingCost:
     bucket's latency is Python, waking up and the kernel's calls, all of them processor time.
     """
     setting = run.setting
-    if run.slowdown is not None and setting.overlaps:
-        return HidingCost(measured=run.slowdown / (1 + run.slowdown))
+    known = [x for x in (run.slowdown, *(row.slowdown for row in run.breakdowns)) if x is not None]
+    if known and setting.overlaps:
+        slowdown = median(known) if run.slowdown is None else run.slowdown
+        return HidingCost(measured=slowdown / (1 + slowdown))
     busy = busy_share(setting.ranks_per_host, setting.threads, setting.cores)
     if setting.hosts == 1:
         return HidingCost(busy)
@@ -475,19 +519,15 @@ class Change:
 
 def other_buckets(exchanges: RunExchanges) -> Change | None:
     """Buckets of the best size, sent while backward runs."""
-    run, model, cost = exchanges.run, exchanges.model, exchanges.model.cost
+    run, model = exchanges.run, exchanges.model
     bucketed = run.setting.strategy == "bucketed"
     now = model.now()
 
     def gain_s(cap_mb: float) -> float:
-        then = model.with_buckets(model.buckets_of(cap_mb))
-        return min(saved_s(now, then, exchanges.hiding), exchanges.most_s)
+        return exchanges.gain_s(model.with_buckets(model.buckets_of(cap_mb)))
 
     caps = [
-        cap
-        for smaller, cap in pairwise((0, *CAPS_MB))
-        if smaller * MEBIBYTE < model.bytes  # the first cap that holds all of them is one bucket
-        and (not bucketed or len(model.buckets_of(cap)) != len(model.sizes))
+        cap for cap in exchanges.caps_mb if not bucketed or len(model.buckets_of(cap)) != len(model.sizes)
     ]
     most_s = max(map(gain_s, caps), default=0.0)
     waited = run.waited(GRADIENT_SYNC)
@@ -499,9 +539,7 @@ def other_buckets(exchanges: RunExchanges) -> Change | None:
     then = model.with_buckets(sizes)
     cause, text = describe_buckets(exchanges, cap_mb, len(sizes))
     how = (
-        f"a bucket takes {in_ms(cost.latency_s)} + {cost.s_per_byte * 1e9:.2g} ns per byte in this run and "
-        f"can leave when its last gradient is there, in a backward of {in_ms(model.backward_s)}: "
-        f"{in_ms(then.exposed_s)} of {len(sizes)} buckets would stay exposed, where it is "
+        f"{exchanges.words}: {in_ms(then.exposed_s)} of {len(sizes)} buckets would stay exposed, where it is "
         f"{in_ms(now.exposed_s)} now{describe_hiding(exchanges.hiding, then)}."
     )
     chosen = "" if bucketed else "--parallel.strategy bucketed "
@@ -536,10 +574,10 @@ def describe_buckets(exchanges: RunExchanges, cap_mb: float, num_then: int) -> t
             f"{in_ms(model.cost.latency_s)} whatever its size, {in_ms(model.latencies_s)} per step"
             f"{where}: send {buckets}."
         )
-    if exchanges.over_link and setting.strategy == "bucketed" and setting.bucket_mb <= DEFAULT_MB:
+    if exchanges.over_link and setting.strategy == "bucketed" and model.cap_mb <= DEFAULT_MB:
         return LINK, (
             f"The exchange of gradients takes {in_ms(model.now().total_s)}, because {exchanges.link}, and "
-            f"buckets of {setting.bucket_mb:g} MB leave too late to hide it: send {buckets}."
+            f"buckets of {model.cap_mb:.3g} MB leave too late to hide it: send {buckets}."
         )
     if max(sizes) >= ONE_BUCKET * model.bytes:
         share = "All" if len(sizes) == 1 else in_percent(max(sizes) / model.bytes)

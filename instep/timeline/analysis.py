@@ -14,11 +14,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from instep.events import Event
-from instep.timeline.advice import Advice, advise, in_ms, in_percent
+from instep.timeline.advice import Advice, RunExchanges, RunMeasurements, advise, in_ms, in_percent
 from instep.timeline.breakdown import EXPOSED, PARTS, Parts, RankBreakdown, breakdown, parts, slowdown
 from instep.timeline.bubbles import BACKWARD
 from instep.timeline.bucket_times import BucketRow, bucket_rows
-from instep.timeline.run_setting import MOST, setting_of
+from instep.timeline.run_setting import MOST, RunSetting, setting_of
 from instep.timeline.stages import FORMULAS, PipelineFigures, RankBubble, SlowStage, pipeline_figures
 from instep.timeline.straggler import OwnTimes, SlowRank, find_slow_rank
 
@@ -49,15 +49,19 @@ class Analysis:
     slow: SlowRank | None
     advice: Sequence[Advice]
     pipeline: PipelineFigures | None = None
+    setting: RunSetting | None = None
+    backward_s: float = 0.0  # median backward of a last micro-batch
 
     def figures(self) -> dict[str, Any]:
         """For ``summary.json``."""
-        found = {
+        found: dict[str, Any] = {
             "breakdown": [row.to_json() for row in self.breakdowns],
             "buckets": [asdict(row) for row in self.buckets],
             "slow_rank": None if self.slow is None else asdict(self.slow),
             "advice": [asdict(advice) for advice in self.advice],
         }
+        if self.setting is not None:
+            found |= {"setting": asdict(self.setting), "backward_s": self.backward_s}
         return found | ({} if self.pipeline is None else {"pipeline": self.pipeline.to_json()})
 
 
@@ -91,10 +95,24 @@ def analyse(
     setting = None if traces.first is None else setting_of(traces.first.head.get("setting"))
     schedule = "" if setting is None else setting.schedule
     pipeline = pipeline_figures((traces.timeline(step) for step in sampled), schedule)
-    advice = _advice(traces, breakdowns, buckets, slow, pipeline, sampled) if breakdowns else []
+    backward_s = _last_backward_s(traces, sampled)
+    advice = (
+        advise(
+            breakdowns,
+            buckets,
+            slow,
+            setting,
+            backward_s=backward_s,
+            optimizer=str(traces.first.head.get("optimizer")),
+            num_parameters=traces.first.figure("num_parameters", MOST),
+            slow_stage=None if pipeline is None else pipeline.slow,
+        )
+        if breakdowns and traces.first is not None and setting is not None
+        else []
+    )
     if traces.first is not None and traces.first.head.get("script"):
         advice = [replace(one, try_=_as_arguments(one.try_)) for one in advice]
-    return Analysis(rows, breakdowns, buckets, slow, advice, pipeline)
+    return Analysis(rows, breakdowns, buckets, slow, advice, pipeline, setting, backward_s)
 
 
 def _as_arguments(flags: str) -> str:
@@ -208,6 +226,25 @@ def _phases(rows: Sequence[RankBubble]) -> str:
     return f"fill {in_ms(fill_s)} + steady state {in_ms(steady_s)} + drain {in_ms(drain_s)}"
 
 
+def exchanges_of(figures: Mapping[str, Any]) -> RunExchanges | None:
+    """The exchanges of a run, from ``Analysis.figures``; None: it has no buckets, or its version wrote less.
+
+    Raises:
+        ValueError: the figures are not those of a run.
+    """
+    setting = setting_of(figures.get("setting"))
+    if setting is None:
+        return None
+    try:
+        rows = [RankBreakdown.from_json(row) for row in figures["breakdown"]]
+        buckets = [BucketRow(**row) for row in figures["buckets"]]
+        slow = SlowRank(**figures["slow_rank"]) if figures["slow_rank"] else None
+        run = RunMeasurements(rows, buckets, slow, setting, float(figures["backward_s"]))
+        return RunExchanges.of(run) if rows else None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the figures are not those of a run: {error!r}") from None
+
+
 def _counted(what: str, numbers: Sequence[int]) -> str:
     """ "rank 0", "ranks 0, 2"."""
     return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
@@ -234,36 +271,14 @@ def _shares(breakdowns: Sequence[RankBreakdown]) -> str:
     return f"{in_ms(wall)} a step on average over {steps} = {' + '.join(said)}"
 
 
-def _advice(
-    traces: RunTraces,
-    breakdowns: Sequence[RankBreakdown],
-    buckets: Sequence[BucketRow],
-    slow: SlowRank | None,
-    pipeline: PipelineFigures | None,
-    steps: Sequence[int],
-) -> list[Advice]:
-    trace = traces.first
-    setting = None if trace is None else setting_of(trace.head.get("setting"))
-    if trace is None or setting is None:
-        return []
+def _last_backward_s(traces: RunTraces, steps: Sequence[int]) -> float:
     lasts = [
         last
         for step in steps
         for rank in traces.ranks(step)
         if (last := _last_backward(traces.traces[rank].events(step))) is not None
     ]
-    slowdowns = [row.slowdown for row in breakdowns if row.slowdown is not None]
-    return advise(
-        breakdowns,
-        buckets,
-        slow,
-        setting,
-        backward_s=median(lasts) if lasts else 0.0,
-        optimizer=str(trace.head.get("optimizer")),
-        num_parameters=trace.figure("num_parameters", MOST),
-        slowdown=median(slowdowns) if slowdowns else None,
-        slow_stage=None if pipeline is None else pipeline.slow,
-    )
+    return median(lasts) if lasts else 0.0
 
 
 def _sample(steps: Sequence[int]) -> list[int]:

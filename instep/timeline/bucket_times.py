@@ -33,13 +33,16 @@ class BucketRow:
 def bucket_rows(steps: Iterable[Timeline]) -> list[BucketRow]:
     """A row per bucket in plan order, from timelines of one whole step of all ranks each.
 
-    Where ranks have a figure each, it is their mean in the step, and of that the median over steps.
+    Where ranks have a figure each, it is their mean in the step, and of that the median over steps with
+    the same buckets as the last one: earlier steps may have had buckets of other sizes.
     """
-    seen: dict[int, list[dict[int, _BucketFlight]]] = {}  # by bucket: a step's flights, by rank
-    for timeline in steps:
-        for bucket, flights in _of_step(timeline).items():
-            seen.setdefault(bucket, []).append(flights)
-    return [_row(bucket, seen[bucket]) for bucket in sorted(seen)]
+    found = [step for timeline in steps if (step := _of_step(timeline))]
+    alike = [step for step in found if _sizes(step) == _sizes(found[-1])]
+    return [_row(bucket, [step[bucket] for step in alike]) for bucket in sorted(alike[-1] if alike else ())]
+
+
+def _sizes(step: dict[int, dict[int, _BucketFlight]]) -> dict[int, int]:
+    return {bucket: max(flight.bytes for flight in flights.values()) for bucket, flights in step.items()}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How much communication a step waits for, predicted: for equal buckets, for any, for a run's own. Pure.
+"""How much communication a step waits for, predicted: for any buckets, for a run's own. Pure.
 
 What is sent while backward runs is hidden, what is left when backward has ended is *exposed*. A bucket can
 leave when its last gradient is there, and buckets travel one after the other:
@@ -7,14 +7,13 @@ leave when its last gradient is there, and buckets travel one after the other:
     network         |--b0--|--b1--|--b2--|--b3--|       start_k = max(start_(k-1) + cost_(k-1), ready_k)
                                       |<------->| exposed
 
-A bucket of s bytes costs a + b s seconds (``instep.comm.cost.AlphaBeta``). Three models, from simple to
-measured:
+A bucket of s bytes costs a + b s seconds (``instep.comm.cost.AlphaBeta``, and there the closed form for equal
+buckets of an even backward). Two models:
 
-    best_bucket      equal buckets of an even backward: the best size, in closed form
     even_backward    buckets of any sizes, of an even backward
     ExchangeModel    the buckets that one run measured, and what others would have taken
 
-Source of the recursion and of the closed form: S. Shi et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
+Source of the recursion: S. Shi et al., "MG-WFBP", INFOCOM 2019. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -35,33 +34,6 @@ SHM_LATENCY_S = 1e-4  # two meetings of all ranks
 SHM_TO_SOCKETS = 1 / 3  # of the time per bucket that is not for bytes: waking up and Python remain
 SHM_BYTES = 2  # moved in memory per byte of a bucket and rank: read and written once
 SAME = 2  # sizes within this factor do not tell latency from bandwidth
-
-
-def best_bucket(total: float, backward_s: float, link: AlphaBeta) -> float:
-    """The bucket size in bytes with the least exposed communication; at most ``total``.
-
-    Backward takes T_b and yields its S bytes of gradients evenly. They leave in buckets of s bytes:
-
-        comm-bound, b S > T_b: the network never idles after the first bucket, so
-
-            exposed(s) = T_b s/S  +  (S/s) a + b S  -  T_b
-                         wait for    all buckets       was hidden
-                         the first
-
-        compute-bound: the network keeps up as long as a bucket travels faster than the next one fills,
-        a + b s <= T_b s/S; then only the last is exposed: a + b s.
-
-        in general the larger of the two.
-
-    The first form falls and rises: small buckets pay a latency each, large ones start late. Its least is at
-    s = S sqrt(a / T_b). The second only rises, so the best size is the smallest with which the network keeps
-    up, s = a S / (T_b - b S), if that is smaller still.
-    """
-    balanced = total * math.sqrt(link.latency_s / backward_s)
-    spare_s = backward_s - link.s_per_byte * total
-    if spare_s > 0:  # compute-bound
-        balanced = min(balanced, link.latency_s * total / spare_s)
-    return min(balanced, total)
 
 
 @dataclass(frozen=True)
@@ -185,8 +157,8 @@ class ExchangeModel:
         self.bytes = sum(self.sizes)
         self.backward_s = backward_s
         self.overlaps = strategy in ("overlap", "bucketed")
-        self._whole = strategy in ("naive", "overlap")  # each bucket is one parameter
-        self._cap_mb = cap_mb
+        self.by_parameter = strategy in ("naive", "overlap")  # each bucket is one
+        self.cap_mb = cap_mb
         self._ready_s = [max(row.ready_ms.values()) / 1e3 for row in rows]
         self.end_s = max(self._ready_s)
         self._curve = self._arrival()
@@ -209,18 +181,18 @@ class ExchangeModel:
         """The same buckets over another transport."""
         return self._outcome(self._ready_s, [cost.time_s(size) for size in self.sizes], self.overlaps)
 
-    def with_buckets(self, sizes: Sequence[int]) -> ExchangeTimes:
-        """Buckets of these sizes, sent while backward runs."""
+    def with_buckets(self, sizes: Sequence[int], overlaps: bool = True) -> ExchangeTimes:
+        """Buckets of these sizes, sent while backward runs, or after it."""
         sent, ready_s = 0, []
         for size in sizes:
             sent += size
             ready_s.append(self.ready_s(sent))
-        return self._outcome(ready_s, [self.cost.time_s(size) for size in sizes], True)
+        return self._outcome(ready_s, [self.cost.time_s(size) for size in sizes], overlaps)
 
     def buckets_of(self, cap_mb: float) -> list[int]:
         """The sizes of the buckets with this cap. A bucket that is to be cut is cut evenly."""
         cap = cap_mb * MEBIBYTE
-        if self._whole or (cap >= self._cap_mb * MEBIBYTE and len(self.sizes) > 1):
+        if self.by_parameter or (cap >= self.cap_mb * MEBIBYTE and len(self.sizes) > 1):
             return pack(self.sizes, cap)
         whole, rest = divmod(self.bytes, int(cap))
         return [int(cap)] * whole + [rest] * (rest > 0)
@@ -276,9 +248,3 @@ def copying_s(num_bytes: int, num_ranks: int, memory_bytes_per_s: float) -> floa
     W - 1 of W slices are added: 11 (W - 1)/W S bytes through memory.
     """
     return 11 * (num_ranks - 1) / num_ranks * num_bytes / memory_bytes_per_s
-
-
-def busy_share(ranks: int, threads: int, cores: int) -> float:
-    """Share of the ranks' exchanges that find no idle core while all ranks compute."""
-    idle = cores - ranks * threads
-    return 1 - min(max(idle / ranks, 0.0), 1.0)

@@ -20,7 +20,7 @@ class RunSetting:
     hosts: int  # that share no memory
     threads: int  # per rank
     cores: int  # of a host
-    bucket_mb: float  # the cap, in 2**20 bytes
+    bucket_mb: float  # the cap, in 2**20 bytes; 0: not one number, or chosen later
     num_leaves: int  # micro-batches per step, of all ranks; 0: unknown
     micro_size: int = 0  # samples in one; 0: unknown
     pp: int = 1  # ranks of a pipeline

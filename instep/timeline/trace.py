@@ -203,7 +203,7 @@ def _head(model: Traced) -> dict[str, Any]:
     local = sum(peer.host == group.peers.me.host for peer in peers)
     placed = {name: value for name, value in model.placement.items() if name != "cut_by"}
     setting = RunSetting(
-        **{"num_leaves": 0, "bucket_mb": 25.0, **placed},
+        **{"num_leaves": 0, "bucket_mb": 0.0, **placed},
         backend=group.backend,
         world_size=group.size,
         ranks_per_host=local,

@@ -93,6 +93,24 @@ def test_killed_while_a_step_is_made_again_three_ranks_give_the_bits_of_one(
     assert len((tmp_path / "attempts").read_text()) == killed + 2  # then it is made twice, by the new rank
 
 
+def test_killed_while_the_bucket_size_is_measured_and_after_the_ranks_choose_anew(tmp_path: Path) -> None:
+    """Buckets of a few hundred bytes, so that a small net has some; the update is divided among the ranks."""
+    text = SCRIPT.read_text().replace("net, run.mesh)", 'net, run.mesh, bucket_cap_mb="auto")')
+    tiny = "from instep.replicate import auto_cap\n\nauto_cap.SMALL_MB, auto_cap.LARGE_MB = 1e-4, 4e-4\n"
+    script = tmp_path / "net.py"
+    script.write_text(text.replace("import instep\n", f"import instep\n{tiny}", 1))
+    hashes = []
+    for ranks, kills in ((1, []), (2, faults("kill:rank=1,step=3,phase=exchange", "kill:rank=0,step=11"))):
+        where = tmp_path / f"{ranks}"
+        where.mkdir()
+        ended = run("-n", ranks, *kills, cwd=where, script=script, says=("--wrap", "1", "--steps", 20))
+        assert ended.code == 0, ended.err
+        hashes.append(summary(where / "runs" / "mine")["state_sha256"])
+        assert len(events(where / "runs" / "mine", "recovery")) == len(kills) // 2
+    assert hashes[0] == hashes[1]
+    assert summary(where / "runs" / "mine")["parallel"]["bucket_mb"] == 0.1
+
+
 def test_a_model_from_the_meta_device_is_filled_by_those_who_begin(alone: Path, tmp_path: Path) -> None:
     """The first ones twice, as one is lost before there is a state; later ones take what is there."""
     kills = "kill:rank=1,step=0,phase=gather", "kill:rank=0,step=2,phase=exchange"

@@ -205,6 +205,11 @@ def test_a_cause_is_named_with_its_gain_and_the_flag_to_try(cause: str) -> None:
     assert first.changes_training == (cause in ("uneven", "slow link", "accumulate"))
 
 
+def test_a_cap_that_is_not_known_is_read_off_the_buckets() -> None:
+    one = SCENARIOS["tiny buckets"]
+    assert one.ask(setting=replace(one.setting, bucket_mb=0.0)) == one.ask()
+
+
 @pytest.mark.parametrize("cause", ["loader", "slow rank", "giant bucket", "gloo", "uneven"])
 def test_a_wait_that_comes_and_goes_is_noise_and_no_cause(cause: str) -> None:
     """In a quarter of the steps there is less than half of it: what is gained then is anybody's guess."""

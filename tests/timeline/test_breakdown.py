@@ -455,6 +455,15 @@ def test_figures_are_medians_over_steps() -> None:
     assert row.slowest == 1
 
 
+def test_steps_from_before_the_size_of_buckets_was_chosen_are_left_out() -> None:
+    found = [draw(FAST, rank=0, step=step) for step in range(5)]
+    for step in range(3):  # one bucket more, and all of them of other sizes
+        found[step] = [x._replace(bytes=x.bytes // 2) for x in found[step]]
+        found[step] += [x._replace(bucket=7, bytes=500) for x in found[step] if x.bucket == 1]
+    rows = bucket_rows(map(Timeline, found))
+    assert [(row.bucket, row.bytes, row.steps) for row in rows] == [(0, 1000, 2), (1, 1000, 2)]
+
+
 @pytest.mark.parametrize(
     "events", [[], draw("host |ll|"), draw(FAST)[:-1]], ids=["none", "alone", "not ended"]
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.comm.cost import AlphaBeta
+from instep.comm.cost import AlphaBeta, busy_share
 from instep.timeline.breakdown import parts
 from instep.timeline.bucket_times import BucketRow
 from instep.timeline.predict import (
@@ -18,8 +18,6 @@ from instep.timeline.predict import (
     ExchangeModel,
     ExchangeTimes,
     HidingCost,
-    best_bucket,
-    busy_share,
     even_backward,
     exposed_s,
     pack,
@@ -134,17 +132,6 @@ def test_equal_buckets_of_an_even_backward_agree_with_the_closed_form(
     outcome = even_backward(sizes, backward_s, link, overlaps=True)
     expected = exposed_of(num_buckets, sum(sizes), backward_s, link)
     assert outcome.exposed_s == pytest.approx(expected, abs=1e-9)
-
-
-@given(latency_s=st.floats(1e-6, 1e-2), wire_s=st.floats(1e-3, 1.0), backward_s=st.floats(1e-3, 1.0))
-def test_no_other_size_is_better(latency_s: float, wire_s: float, backward_s: float) -> None:
-    total = 100 * MB
-    link = AlphaBeta(latency_s, wire_s / total)
-    best = best_bucket(total, backward_s, link)
-    assert 0 < best <= total
-    least = exposed_of(total / best, total, backward_s, link)
-    for share in range(1, 400):
-        assert least <= exposed_of(400 / share, total, backward_s, link) + 1e-9
 
 
 def test_buckets_of_different_sizes_leave_in_their_order() -> None:
