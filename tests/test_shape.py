@@ -79,7 +79,7 @@ BUDGET = {
     "expert": 690,
     "integrations": 200,
     "launch": 1495,
-    "mesh": 1165,
+    "mesh": 1175,
     "models": 325,
     "native": 250,
     "net": 2870,
