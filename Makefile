@@ -76,28 +76,32 @@ $(VENV)/docs: $(STAMP)
 	$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
-# The wheel and the source distribution, and the quick start from the wheel alone: in an environment that has what
-# instep needs, but not instep, and in an empty folder. The wheel has the compiled core, where there is a compiler.
+# The source distribution, the wheel built from it, and the quick start from the wheel alone: in an environment that has
+# what instep needs, but not instep, and in an empty folder. The wheel has the compiled core, where there is a compiler.
 WHEEL := build/wheel
 define CHECK_WHEEL
-import sys
+import importlib.metadata, sys
 from pathlib import Path
 import instep
 from instep.native import library
-home = Path(instep.__file__).parent
+home, source = Path(instep.__file__).parent, Path(sys.argv[1])
 assert home.is_relative_to(sys.prefix), home
-assert (home / "py.typed").exists()
+has = {str(f) for f in importlib.metadata.files("instep") if f.parts[0] == "instep" and f.suffix != ".pyc"}
+needs = {str(f.relative_to(source.parent)) for f in source.rglob("*.*") if f.is_file() and f.suffix != ".pyc"}
+assert has == needs, f"only in the wheel, or missing there: {sorted(has ^ needs)}"
 print(library.absence() or "the wheel has the compiled core")
 endef
 export CHECK_WHEEL
 wheel: env
 	rm -rf $(WHEEL)
-	$(BIN)/python -m hatchling build --directory $(WHEEL)
-	$(BIN)/python -m venv $(WHEEL)/env
+	$(BIN)/python -m hatchling build --target sdist --directory $(WHEEL)
+	mkdir $(WHEEL)/empty $(WHEEL)/sdist
+	tar -xzf $(WHEEL)/instep-*.tar.gz -C $(WHEEL)/sdist --strip-components 1
+	cd $(WHEEL)/sdist && $(abspath $(BIN))/python -m hatchling build --target wheel --directory ..
+	$(BIN)/python -m venv --without-pip $(WHEEL)/env
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo $(WHEEL)/env/lib/python*/site-packages)/needed.pth"
-	$(WHEEL)/env/bin/python -m pip install --quiet --no-deps --no-index $(WHEEL)/instep-*.whl
-	mkdir $(WHEEL)/empty
-	cd $(WHEEL)/empty && ../env/bin/python -c "$$CHECK_WHEEL"
+	$(BIN)/python -m pip --python $(WHEEL)/env/bin/python install --quiet --no-deps --no-index $(WHEEL)/instep-*.whl
+	cd $(WHEEL)/empty && ../env/bin/python -c "$$CHECK_WHEEL" $(CURDIR)/instep
 	cd $(WHEEL)/empty && ../env/bin/instep train --steps 5 -n 2
 	@echo built $(WHEEL)/*.whl $(WHEEL)/*.tar.gz
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.bench.tables import Row, markdown, write_json
+from instep.bench.tables import Row, markdown, show, write_json
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
@@ -79,6 +79,25 @@ def publish(
     prepare(folder, home)
     command = f"python benchmarks/{home.name}/{name}.py"
     save(folder / f"{name}.json", {**about, "rows": rows}, pages, home, command)
+
+
+def publish_tables(
+    found: Mapping[str, Sequence[Row]],
+    folder: Path,
+    home: Path,
+    about: Results,
+    pages: Callable[[Results], Pages],
+) -> None:
+    """Print the tables that a script ``run`` has ``found``, by name, and write them with ``about``."""
+    for name, rows in found.items():
+        show(rows, name)
+    prepare(folder, home)
+    save(folder / "results.json", {**about, **found}, pages, home, f"python benchmarks/{home.name}/run.py")
+
+
+def tables(results: Results, *names: str) -> Pages:
+    """Those of ``results`` with these ``names``, as tables of the README."""
+    return {README: {name: f"{markdown(results[name])}\n\n{made(results)}" for name in names}}
 
 
 def one_table(name: str, results: Results) -> Pages:

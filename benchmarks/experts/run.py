@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 import instep
 import instep.shm  # which makes the backend known
-from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
+from benchmarks.pages import Pages, Results, parser_of, publish_tables, tables
 from instep.bench.saved_bytes import saved_beside
-from instep.bench.tables import markdown, paired_ratio, quantile, show
+from instep.bench.tables import paired_ratio, quantile
 from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.cli.train import train
 from instep.mesh.mesh import Mesh, build
@@ -36,7 +36,6 @@ from instep.record.directory import RECORD, SUMMARY
 from instep.record.jsonl import read_lines
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/experts/run.py"
 MODEL = GPTConfig(layers=4, width=256, heads=4, context=256, experts=4)
 BATCH = 4
 MOMENTS = 2
@@ -155,8 +154,7 @@ def loads(steps: int) -> list[dict[str, Any]]:
 
 
 def pages(results: Results) -> Pages:
-    tables = {name: markdown(results[name]) for name in ("speed", "memory", "loads")}
-    return {README: {name: f"{table}\n\n{made(results)}" for name, table in tables.items()}}
+    return tables(results, "speed", "memory", "loads")
 
 
 def main() -> int:
@@ -166,11 +164,7 @@ def main() -> int:
     wanted = parser.parse_args()
     began = time.monotonic()
     found = {"memory": memory(), "speed": speed(wanted.samples), "loads": loads(wanted.steps)}
-    for name, rows in found.items():
-        show(rows, name)
-    prepare(wanted.out, HERE)
-    results = {"minutes": (time.monotonic() - began) / 60, **found}
-    save(wanted.out / "results.json", results, pages, HERE, COMMAND)
+    publish_tables(found, wanted.out, HERE, {"minutes": (time.monotonic() - began) / 60}, pages)
     return 0
 
 

@@ -31,9 +31,9 @@ from torch.nn import functional as F
 
 import instep
 import instep.shm  # which makes the backend known
-from benchmarks.pages import README, Pages, Results, made, parser_of, prepare, save
+from benchmarks.pages import Pages, Results, parser_of, publish_tables, tables
 from instep.bench.saved_bytes import saved_beside
-from instep.bench.tables import markdown, paired_ratio, quantile, show
+from instep.bench.tables import paired_ratio, quantile
 from instep.bench.worlds import World, on_ranks, slowest_rank
 from instep.mesh.mesh import Mesh, build
 from instep.models.config import PRESETS, GPTConfig, Preset
@@ -43,7 +43,6 @@ from instep.plan.memory_estimate import for_gpt, largest
 from instep.tensor import Column, Row, cross_entropy, gpt_plan, products, shard
 
 HERE = Path(__file__).parent
-COMMAND = "python benchmarks/tensor/run.py"
 RANKS, CHUNKS, ROWS = 2, 8, 1024
 SIZES = {
     "width 128": Preset(width=128, ff_width=512, layers=2, heads=4),
@@ -245,8 +244,7 @@ def memory() -> list[dict[str, Any]]:
 
 
 def pages(results: Results) -> Pages:
-    tables = {name: markdown(results[name]) for name in ("products", "throughput", "memory")}
-    return {README: {name: f"{table}\n\n{made(results)}" for name, table in tables.items()}}
+    return tables(results, "products", "throughput", "memory")
 
 
 def main() -> int:
@@ -256,11 +254,7 @@ def main() -> int:
     began = time.monotonic()
     found: dict[str, Any] = {"memory": memory()}
     found |= {"throughput": throughput(wanted.samples), "products": chunked(wanted.samples)}
-    for name, rows in found.items():
-        show(rows, name)
-    prepare(wanted.out, HERE)
-    results = {"minutes": (time.monotonic() - began) / 60, **found}
-    save(wanted.out / "results.json", results, pages, HERE, COMMAND)
+    publish_tables(found, wanted.out, HERE, {"minutes": (time.monotonic() - began) / 60}, pages)
     return 0
 
 

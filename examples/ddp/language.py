@@ -49,8 +49,8 @@ dist.init_process_group("gloo")
 torch.manual_seed(1234 + get_rank())  # every rank draws windows of its own
 
 library = Path(argparse.__file__).parent
-text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
-text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+source = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
+text = torch.frombuffer(bytearray(source), dtype=torch.uint8)
 
 model = DistributedDataParallel(Transformer())
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)

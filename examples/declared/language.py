@@ -44,8 +44,8 @@ run = Run("runs/language")
 torch.manual_seed(1234)  # for the weights; run.steps seeds the windows, differently on every rank
 
 library = Path(argparse.__file__).parent
-text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
-text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+source = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
+text = torch.frombuffer(bytearray(source), dtype=torch.uint8)
 
 model = DistributedDataParallel(Transformer())
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from instep import __version__
 from instep.cli.exit_codes import DONE, USAGE
@@ -40,6 +41,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if word == "--version":
         print(f"instep {__version__}")
         return DONE
+    if word == "--completion":
+        print(Path(__file__).with_name("completion.bash").read_text(encoding="utf-8"), end="")
+        return DONE
     if word not in COMMANDS:
         close = difflib.get_close_matches(word, COMMANDS, n=1)
         fix = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(COMMANDS)}"
@@ -54,7 +58,7 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
-            "usage: instep [-h] [--version] COMMAND ...",
+            "usage: instep [-h] [--version] [--completion] COMMAND ...",
             "",
             "Data-parallel PyTorch training that gives the same bits on any number of processes.",
             "",
@@ -62,5 +66,6 @@ def usage() -> str:
             *(f"  {word:{width}}  {line}" for word, line in COMMANDS.items()),
             "",
             "instep COMMAND --help lists its options.",
+            "source <(instep --completion) completes commands and flags in bash and zsh.",
         ]
     )

@@ -118,24 +118,17 @@ class EndedRunFlags(PrintFlags):
 
 FIT, CHECK, BUCKETS = "fit", "check", "buckets"
 CALIBRATION = "-n 2 --steps 40 --parallel.strategy naive --eval.windows 1 --checkpoint.every 0"
+CODES = "\n\nExit codes: 0 done, 1 failed, 2 usage."
 FIT_DESCRIPTION = f"""\
 Fit rates and links to a run, and print them as the table [cluster] of a plan, with 95 % confidence intervals.
 
 Without RUN, a run is made and removed: instep train {CALIBRATION},
-with the words after -- behind these: instep plan fit -- -n 4 --model.width 512
-
-Exit codes: 0 done, 1 failed, 2 usage.\
+with the words after -- behind these: instep plan fit -- -n 4 --model.width 512{CODES}\
 """
-BUCKETS_DESCRIPTION = """\
-Predict the step of a run with other strategies and bucket sizes, by its measured exchanges.
-
-Exit codes: 0 done, 1 failed, 2 usage.\
-"""
-CHECK_DESCRIPTION = """\
-Compare runs with their plans: step time and memory, planned and measured.
-
-Exit codes: 0 done, 1 failed, 2 usage.\
-"""
+BUCKETS_DESCRIPTION = (
+    "Predict the step of a run with other strategies and bucket sizes, by its measured exchanges." + CODES
+)
+CHECK_DESCRIPTION = "Compare runs with their plans: step time and memory, planned and measured." + CODES
 WORDS = {
     "memory": (MemoryFlags, memory_table),
     "step": (StepFlags, step_table),

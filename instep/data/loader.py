@@ -173,26 +173,30 @@ class Loader:
         )
         num_lane_readers = num_workers if isinstance(dataset, Shards) else 0
         self._share = _Share(self.deal, num_lane_readers, num_first_reads=3 if self._samples.draws else 1)
-        self._options: dict[str, Any] = {
+        self._options = self._data_loader_options(pin_memory, prefetch_factor, multiprocessing_context)
+        self._loader: DataLoader[Any] | None = None
+        self._end_workers: Callable[[], object] = lambda: None
+        self._stream: Iterator[Any] | None = None
+        self._next: tuple[int, tuple[int, ...], int] | None = None  # that the stream gives
+
+    def _data_loader_options(self, pin_memory: bool, prefetch_factor: int, context: Any) -> dict[str, Any]:
+        options: dict[str, Any] = {
             "dataset": self._samples,
             "batch_sampler": self._share,
             "collate_fn": itemgetter(0),  # it is collated already, where what that draws is keyed
             "pin_memory": pin_memory,
             "generator": torch.Generator(),  # from which it takes a number, and not from the user's
         }
-        if num_workers:
-            self._options |= {
-                "num_workers": num_workers,
+        if self.num_workers:
+            options |= {
+                "num_workers": self.num_workers,
                 "timeout": min(LOOK_S, self.timeout_s),
                 "prefetch_factor": prefetch_factor,
                 "persistent_workers": True,
-                "multiprocessing_context": multiprocessing_context,
+                "multiprocessing_context": context,
                 "worker_init_fn": _serve,
             }
-        self._loader: DataLoader[Any] | None = None
-        self._end_workers: Callable[[], object] = lambda: None
-        self._stream: Iterator[Any] | None = None
-        self._next: tuple[int, tuple[int, ...], int] | None = None  # that the stream gives
+        return options
 
     def _order(self, lengths: Sequence[int] | None) -> tuple[Any, ...]:
         """Which sample stands where; and what that depends on, besides the seed and the number of samples."""

@@ -23,7 +23,7 @@ along ep.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from instep.state import boxes
 from instep.state.homes import homes
 from instep.step.agreement import agree_on_structure, broadcast_values
 
+M = TypeVar("M", bound=nn.Module)
 MULTIPLE = 32  # of rows in a block: each begins on an aligned address, whatever the width
 
 
@@ -220,7 +221,7 @@ class _ConvertedProduct(Function):
         return gradient @ converted, (gradient.t() @ rows).to(ctx.dtype), None
 
 
-def shard(module: nn.Module, mesh: Mesh) -> nn.Module:
+def shard(module: M, mesh: Mesh) -> M:
     """Divide the experts of every ``MoE`` in ``module`` over the ranks along ``ep``, in place.
 
     Rank r of R keeps the r-th part of the experts as ``layer.up`` and ``layer.down``, shape

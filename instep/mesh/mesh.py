@@ -1,9 +1,9 @@
 """The ranks of a run as a grid, with a process group for every axis; and the registered mesh of a process.
 
 The registered mesh is the default of ``get("rank")`` and of ``process_group=None``. It, the table of owners
-(``reduce/owners.py``) and the optimizer-step
-hook of ``step/optimizer_guard.py`` are the only process-wide state. The main thread registers a mesh for all
-threads of the process; any other thread, such as a rank in a test, registers one for itself.
+(``reduce/owners.py``) and the optimizer-step hook of ``step/optimizer_guard.py`` are the only process-wide
+state. The main thread registers a mesh for all threads of the process; any other thread, such as a rank in a
+test, registers one for itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -398,6 +398,14 @@ class Get:
     __module__ = "instep"
     _names = ("grank", "rank", "ws", "pg", "lrank", "device")
 
+    @overload
+    def __call__(
+        self, what: Literal["grank", "rank", "ws", "lrank"], mesh: Mesh | DeviceMesh | None = None
+    ) -> int: ...
+    @overload
+    def __call__(self, what: Literal["pg"], mesh: Mesh | DeviceMesh | None = None) -> ProcessGroup | None: ...
+    @overload
+    def __call__(self, what: Literal["device"], mesh: Mesh | DeviceMesh | None = None) -> torch.device: ...
     def __call__(self, what: str, mesh: Mesh | DeviceMesh | None = None) -> Any:
         mesh = registered_mesh() if mesh is None else mesh
         if what not in self._names:

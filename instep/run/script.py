@@ -72,7 +72,7 @@ def work(spec: WorkerSpec, call: ScriptCall) -> None:
     begun = _started[os.getpid()] = Started(channel, call)
     refuse_init(
         "under `instep run` ranks form a group in the loop over run.steps, and a new one when a rank is "
-        "lost: make an instep.Run, and use its mesh"
+        "lost: make an instep.Run and use its mesh, or start the script with torchrun"
     )
     channel.heartbeat.enter("script")  # which may read for minutes before it comes to its loop
     code = 0

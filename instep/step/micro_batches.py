@@ -89,9 +89,12 @@ class DataSource(Protocol):
     """
 
     num_micro_batches: int  # of each step
-    position: int  # samples of the steps so far
     identity: int  # digest of what decides which samples come next
     digest: int  # of the first sample, in the first step of this rank; else 0
+
+    @property
+    def position(self) -> int:
+        """Samples of the steps so far."""
 
     def read(self, own: Sequence[int]) -> Iterator[tuple[Any, int]]:
         """Data and weight of each of the micro-batches ``own`` of the next step, in this order."""

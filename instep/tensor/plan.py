@@ -40,6 +40,7 @@ from instep.tensor.layers import (
 )
 
 MAX_CHUNKS = 256
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +102,13 @@ STYLES = "Column, Row, Vocabulary, Sequence, scatter or gather of instep.tensor"
 
 
 def shard(
-    module: nn.Module,
+    module: M,
     mesh: Mesh,
     plan: Mapping[str, Style],
     chunks: int | None = 8,
     *,
     sequence: bool = False,
-) -> nn.Module:
+) -> M:
     """Cut layers of ``module`` over the mesh's axis ``tp``, in place, names kept. Collective over the mesh.
 
     Wrap the module afterwards: ``instep.DataParallel(module, mesh)`` reduces over the data axes. All ranks
@@ -237,9 +238,6 @@ def _unit(name: str, features: int, count: int, *, whole: bool = True) -> int:
             f"{ALIGN_ELEMENTS} in each; pass fewer chunks, or make a layer of {unit * count}"
         )
     return unit
-
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def _of_kind(name: str, layer: nn.Module, style: Style, kind: type[M]) -> M:

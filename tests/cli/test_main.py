@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from instep.launch.rank_exit import ErrorRecord, Exit, RankFailed
 from instep.replicate.strategies import STRATEGIES
 from tests.cli.quick import assert_quick
 
-HELPS = [[], ["--help"], ["--version"], *([word, "--help"] for word in COMMANDS)]
+HELPS = [[], ["--help"], ["--version"], ["--completion"], *([word, "--help"] for word in COMMANDS)]
 
 
 @pytest.mark.parametrize("args", [[], ["-h"], ["--help"]])
@@ -49,6 +50,36 @@ def test_an_unknown_command_is_a_usage_error(word, fix, capsys):
 @pytest.mark.parametrize("args", HELPS, ids=" ".join)
 def test_help_imports_nothing_that_is_slow(args):
     assert_quick(*args)
+
+
+COMPLETE = """
+source <(instep --completion)
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_instep instep "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+printf '%s ' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["instep", "tr"], {"train"}),
+        (["instep", ""], set(COMMANDS)),
+        (["instep", "train", "--parallel.str"], {"--parallel.strategy"}),
+        (["instep", "train", "--parallel.strategy", ""], set(STRATEGIES)),
+        (["instep", "bench", "sc"], {"scaling"}),
+        (["instep", "plan", "memory", "llama3-8b", "--device.k"], {"--device.kind"}),
+        (["instep", "run", "train.py", "--re"], set()),  # the script's own flags
+    ],
+)
+def test_bash_completes_commands_flags_and_choices(line, expected, tmp_path):
+    command = tmp_path / "instep"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m instep "$@"\n')
+    command.chmod(0o755)
+    search = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    bash = ["bash", "--norc", "-c", COMPLETE, "complete", *line]
+    said = subprocess.run(bash, capture_output=True, text=True, check=True, env=os.environ | search)
+    assert (set(said.stdout.split()), said.stderr) == (expected, "")
 
 
 @pytest.fixture
