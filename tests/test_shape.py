@@ -69,7 +69,7 @@ PURE = [
 
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
-    "": 985,
+    "": 1000,
     "bench": 5775,
     "checkpoint": 4090,
     "cli": 1245,
@@ -91,14 +91,14 @@ BUDGET = {
     "record": 1840,
     "reduce": 2735,
     "replicate": 1740,
-    "rng": 410,
+    "rng": 405,
     "run": 5185,
     "shard": 4190,
     "shm": 2030,
     "state": 2220,
-    "step": 2735,
+    "step": 2730,
     "tensor": 1070,
-    "timeline": 4935,
+    "timeline": 4940,
     "verify": 755,
 }
 MAX_FILE_LINES = 800

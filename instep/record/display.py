@@ -132,5 +132,5 @@ def _figures(made: Made, logged: Mapping[str, float], slow: SlowRank | None) -> 
     shown += "".join(f"  {name} {_plain(x)}" for name, x in logged.items())
     return (
         f"{shown}  {made.step_ms:.0f} ms"
-        f" ({made.exposed_ms:.0f} communicating{waiting})  {throughput(made.logged)}{culprit}"
+        f" ({made.exposed_ms:.0f} exposed{waiting})  {throughput(made.logged)}{culprit}"
     )
