@@ -78,7 +78,7 @@ BUDGET = {
     "elastic": 2040,
     "expert": 690,
     "integrations": 200,
-    "launch": 1495,
+    "launch": 1500,
     "mesh": 1165,
     "models": 325,
     "native": 250,

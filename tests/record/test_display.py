@@ -71,6 +71,11 @@ def test_a_line_has_the_figures_of_its_step(capsys):
     assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 exposed)  12,346 tokens/s"
 
 
+def test_a_figure_that_the_script_logs_by_a_known_name_is_shown_once(capsys):
+    Display(0, 1).step(0, replace(MADE, logged=MADE.logged | {"lr": 0.002}))
+    assert capsys.readouterr().err.count("lr ") == 1
+
+
 def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatch, clock):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich believe in a terminal
     monkeypatch.setenv("COLUMNS", "200")
