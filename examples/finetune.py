@@ -43,7 +43,9 @@ def arguments() -> argparse.Namespace:
 
 
 def listed(folder: Path) -> str:
-    return ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    names = sorted(path.name for path in folder.iterdir())
+    more = [f"and {len(names) - 12} more"] if len(names) > 12 else []
+    return ", ".join(names[:12] + more) or "nothing"
 
 
 def require_weights(folder: Path) -> None:

@@ -21,7 +21,10 @@ What a user did wrong in one call is a plain ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from traceback import walk_stack
 
 __all__ = [
     "CheckpointRejected",
@@ -78,6 +81,14 @@ def clear_tracebacks(error: BaseException) -> None:
 def counted(number: int, what: str) -> str:
     """``1 rank``, ``2 ranks``, for messages."""
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line that is of neither instep nor torch: the user's."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe()))
+    ours = ("instep.", "torch.", "contextlib")
+    users = (level for level, name in enumerate(names, 1) if not name.startswith(ours))
+    warnings.warn(text, stacklevel=next(users, 1))
 
 
 class Desync(InstepError):

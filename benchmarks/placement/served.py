@@ -39,7 +39,7 @@ def train(config: Config, path: Path) -> None:
     server = instep.ParameterServer(net, optimizer, mesh)
     for step in range(config.steps):
         for micro_batch in server.micro_batches(data):
-            losses_of(net, net, micro_batch.data, config, mesh.device).mean().backward()
+            losses_of(net, micro_batch.data, config, mesh.device).mean().backward()
         instep.clip_grad_norm_(net.parameters(), config.optim.clip)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.optim, step, config.steps)

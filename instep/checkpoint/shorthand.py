@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from instep.checkpoint.image import send
 from instep.checkpoint.load import Found, newest, open_source, restore_found
 from instep.checkpoint.manifest import Json, Scalar, differences, parse
 from instep.checkpoint.registered import Registered, TrainingState
-from instep.errors import CheckpointRejected
+from instep.errors import CheckpointRejected, warn
 from instep.net.agree import all_or_none, all_tell, raise_on_all
 from instep.net.process_group import Group, alone
 from instep.state.hash import SharedHash
@@ -173,10 +172,9 @@ def load(
         )
     if found is None:
         if state.is_for_use and everyone.rank == 0:
-            warnings.warn(
+            warn(
                 f"no checkpoint in {directory}: the models keep the values that they have (those of a run "
                 "are in its checkpoints/)",
-                stacklevel=2,
             )
         return Resumed()
     restore_found(found, state, everyone, source)
@@ -187,7 +185,7 @@ def load(
         state.settled()
     if everyone.rank == 0:
         for doubt in doubts:  # last of all: a filter may make it an error, on this rank alone
-            warnings.warn(doubt, stacklevel=2)
+            warn(doubt)
     now = _numerical(state.module)
     saved = {name: value for name, value in found.manifest.numerical.items() if name in now}
     return Resumed(

@@ -57,10 +57,12 @@ class Failure:
 
 
 class RunFailed(InstepError):
-    """The run failed again and again; the message lists every failure since the last step that was done."""
+    """The run failed again and again; the message lists failures since the last step that was done, of each
+    exception the last."""
 
     def __init__(self, reason: str, failures: Sequence[Failure]) -> None:
-        lines = (str(failure).partition("\n")[0] for failure in failures)  # the rest has been said
+        told = {failure.kind or failure: failure for failure in failures}
+        lines = (str(failure).partition("\n")[0] for failure in told.values())  # the rest has been said
         super().__init__("\n  ".join([reason, *lines]))
         self.failures = tuple(failures)
 

@@ -288,19 +288,21 @@ class Supervisor:
         return ""
 
     def _note(self, failure: Failure, detail: str, *, quiet: bool = False) -> None:
-        """Write ``failure`` down, say it unless (``quiet``) another rank reports it, and count it."""
-        if not quiet:
-            alike = self.retries.like(failure) if failure.error else []
-            lines = [f"{failure}, as rank {alike[0].rank}"] if alike else [str(failure), detail.rstrip()]
-            if any(failure.kind == before.kind for before in self.retries.raised):  # the rest has been said
-                lines = [line.partition("\n")[0] for line in lines[:1]]
-            self.options.say("\n".join(filter(None, lines)))
+        """Write ``failure`` down, count it, and say it unless (``quiet``) another rank reports it."""
+        alike = self.retries.like(failure) if failure.error else []
+        is_known = any(failure.kind == before.kind for before in self.retries.raised)
+        text = str(failure).partition("\n")[0] if is_known else f"{failure}\n{detail}".rstrip()
+        text += f", as rank {alike[0].rank}" if alike else ""
+        if not quiet and not is_known:
+            self.options.say(text)
         noticed_ns, fired_ns = time.monotonic_ns(), self.page.fired_ns
         injected = {"injected_ns": fired_ns} if fired_ns > self._noticed_ns else {}
         self.options.note({"event": "failure", "noticed_ns": noticed_ns, **injected, **failure.fields()})
         self._noticed_ns = noticed_ns
         self.retries.progressed(max(failure.step, self.pool.step))
         self.retries.add(failure, self.target)
+        if is_known and not quiet:  # else the end of the run says it
+            self.options.say(text)
 
     def _find_members(self) -> None:
         """Choose the workers of the next generation, and start those that are missing."""
@@ -451,7 +453,10 @@ class Supervisor:
         if errors and not self._member_failed:
             first = max(errors, key=lambda message: len(message["error"]))  # one has the table of all ranks
             where = (first["rank"], first["pid"], self.generation, first["step"], first["phase"])
-            failure = Failure(*where, f"lost its group: {first['error']}", first["error"])
+            shown, _, last = first["error"].rpartition("\n")
+            if not shown.partition("\n")[0].endswith(last[-40:]):  # it would say the same again
+                shown = first["error"]
+            failure = Failure(*where, f"lost its group: {shown}", first["error"])
             self.recovery = self.recovery or Recovery(failure)
             self._note(failure, "")
 

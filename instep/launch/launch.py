@@ -20,6 +20,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -38,6 +39,7 @@ __all__ = ["Children", "RankFailed", "launch", "surroundings", "warm"]
 
 # torch._dynamo: the constructor of an optimizer imports it, which would take a second in every rank.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "instep.mesh.join")
+LONGEST_TMPDIR = 70  # the path of a socket has 107 characters, and multiprocessing adds 32
 
 
 def launch(
@@ -100,9 +102,13 @@ def warm(*modules: str) -> None:
     multiprocessing.set_forkserver_preload(["instep.launch.forkserver", *PRELOAD, *modules])
     # Blocked for the forkserver until it ignores them, and for multiprocessing's resource tracker for good.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *STOP_SIGNALS])
+    folder = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+        tempfile.tempdir = "/tmp"  # for the forkserver's socket alone
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
+        tempfile.tempdir = folder
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -8,9 +8,10 @@ operations without a deterministic kernel raise.
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
+
+from instep.errors import warn
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = (":4096:8", ":16:8")  # documented by cuBLAS as reproducible
@@ -55,8 +56,7 @@ def missing() -> list[str]:
 def warn_if_missing() -> None:
     """Warn that a declared step on a GPU may not have the same bits twice. Python shows it once."""
     if settings := missing():
-        warnings.warn(
+        warn(
             "a declared step on a GPU has the same bits everywhere only with deterministic kernels. Pass "
             f"deterministic=True to instep.Run, or set: {'; '.join(settings)}",
-            stacklevel=2,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from instep.errors import PeerLost
+from instep.errors import PeerLost, warn
 from instep.events import Recorder
 from instep.launch.launch_environment import LaunchEnvironment, detect, is_address_of_loopback
 from instep.launch.process_memory import keep_freed_memory
@@ -314,10 +313,9 @@ def _listen(host: str, port: int, *, one_host: bool) -> socket.socket | None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return None
-    warnings.warn(
+    warn(
         f"the store of rank 0 listens on all interfaces, because {host} is no address of this host that "
         "others can come to: set MASTER_ADDR to one that is",
-        stacklevel=2,
     )
     return None
 
@@ -345,10 +343,9 @@ def warn_of_default_threads() -> None:
     is_set = registered_mesh() is not None or any(name in os.environ for name in THREADS)
     if is_set or num_threads == 1 or num_threads not in (cores, cores // 2):  # torch takes either by itself
         return
-    warnings.warn(
+    warn(
         f"bits depend on the threads per rank: {num_threads} here, as the machine has cores, but 1 where "
         "torchrun starts several ranks. Call instep.init(), or set OMP_NUM_THREADS for both",
-        stacklevel=2,
     )
 
 

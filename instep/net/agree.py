@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -90,8 +91,10 @@ def all_tell(
 ) -> tuple[T, list[bytes]]:
     """As ``all_or_none``, with ``tell(result)`` of every rank, in group order, of at most ``limit`` bytes.
 
-    An error of ``tell`` is a failure, too. Collective.
+    An error of ``tell`` is a failure, too. Collective. Before a rank's data stands a checksum of the name of
+    its operation: ranks in different ones raise ``Desync``.
     """
+    name = zlib.crc32(operation.encode()).to_bytes(4, "little")
     result: T | None = None
     failure: Exception | None = None
     try:
@@ -104,11 +107,14 @@ def all_tell(
         data = _FAILURE + _record(error, errors)
     try:
         try:
-            everyone = group.all_gather_bytes(data, operation, limit=limit)
+            everyone = group.all_gather_bytes(name + data, operation, limit=limit)
         except (PeerLost, ValueError) as problem:
             if failure is None:
                 raise
             raise failure from problem
+        if any(its[: len(name)] != name for its in everyone):
+            raise group.out_of_step(None, operation) from failure
+        everyone = [its[len(name) :] for its in everyone]
         failed = {
             rank: json.loads(its[1:])
             for rank, its in zip(group.ranks, everyone, strict=True)

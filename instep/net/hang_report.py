@@ -154,6 +154,23 @@ class Problem(NamedTuple):
         return Desync(self.around(status_table(rows)))
 
 
+def different_calls(rows: Sequence[StatusRow]) -> Problem:
+    """The problem of ranks whose last operations, those of ``rows``, should have been the same."""
+    is_one = len({row.operation for row in rows}) == 1
+    calls: dict[str, list[StatusRow]] = {}
+    for row in rows:
+        call = row.what if row.what.startswith(row.operation) else row.operation
+        more = f" ({row.what})" if is_one and call != row.what else ""
+        calls.setdefault(call + more, []).append(row)
+    said = "; ".join(
+        f"rank{'s' * (len(same) > 1)} {_numbers(same)} call{'s' * (len(same) == 1)} {call}"
+        + (same[0].site and f", at {same[0].site}")
+        for call, same in calls.items()
+    )
+    fix = "All ranks of a group must call the same operations in the same order, with equal shapes and dtypes"
+    return Problem(f"the ranks called different operations: {said}. Nothing was written", said, fix)
+
+
 class FlightRecorder:
     """The last operation of ``rank`` on one group.
 

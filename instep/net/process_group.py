@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from instep.errors import Desync, PeerLost, counted
 from instep.memory import Segment, allocate, tensor_of
 from instep.net import device
-from instep.net.hang_report import FlightRecorder, Problem, StatusRow
+from instep.net.hang_report import FlightRecorder, Problem, StatusRow, different_calls
 from instep.net.lane import Handle, Lane
 from instep.net.peers import RECORD_BYTES, Peer, Peers, own_peer
 from instep.net.store import StatusStore, backend_timeout, rendezvous
@@ -350,16 +350,16 @@ class Group:
         self.all_gather(out, tensor_of(data.ljust(width), torch.uint8), operation)
         return [row.tobytes() for row in out.view(self.size, width).numpy()]
 
-    def out_of_step(self, problem: Problem, operation: str) -> Desync:
+    def out_of_step(self, problem: Problem | None, operation: str) -> Desync:
         """The error for ``problem``, which all ranks have found; the first rank's has the table of all ranks.
 
-        Collective; if that fails too, the error has no table.
+        None: their last operations differ. Collective; if that fails too, the error has no table.
         """
         row = replace(self.peers.flight.row(), stack=())
         with suppress(PeerLost, ValueError):
             rows = [StatusRow.from_bytes(data) for data in self.all_gather_bytes(row.to_bytes(), operation)]
-            return problem.as_desync(rows, self.rank)
-        return Desync(str(problem))
+            return (problem or different_calls(rows)).as_desync(rows, self.rank)
+        return Desync(str(problem or different_calls([row])))
 
     def _make_peers(self, rank: int, table: Sequence[Peer] | None, name: str) -> Peers:
         me, flight = own_peer(rank), FlightRecorder(rank)

@@ -101,14 +101,14 @@ def pipeline(net: GPT, config: Config, mesh: Any, **options: Any) -> instep.Pipe
     return instep.Pipeline(net, mesh, schedule_of(layout), config.num_leaves, **options)
 
 
-def losses_of(model: nn.Module, net: GPT, windows: Tensor, config: Config, device: torch.device) -> Tensor:
+def losses_of(net: GPT, windows: Tensor, config: Config, device: torch.device, model: Any = None) -> Tensor:
     """The cross-entropy of each byte of ``windows`` (B, T + 1) but the first: (B, T), in nats.
 
-    ``model`` is ``net``, or the pipeline that has its layers.
+    Through ``model`` if that is a pipeline, which has the layers of ``net``.
     """
     inputs, targets = next_tokens(windows)
     with autocast(config, device):
-        logits = model(inputs.to(device))  # (B, T, 256)
+        logits = (model if isinstance(model, instep.Pipeline) else net)(inputs.to(device))  # (B, T, 256)
     return of_logits(logits, targets, net)
 
 
@@ -130,7 +130,7 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
     """Forward and backward of this rank's micro-batches; their losses. ``model`` is ``net``, distributed."""
 
     def one(micro_batch: Any) -> Tensor:
-        loss = losses_of(net, net, micro_batch.data, config, mesh.device).mean()
+        loss = losses_of(net, micro_batch.data, config, mesh.device).mean()
         (loss + config.optim.aux_loss * instep.expert.aux_loss(net) if has_aux_loss else loss).backward()
         return loss.detach()
 
@@ -146,7 +146,7 @@ def declared_step(model: Any, net: GPT, data: instep.Loader, config: Config, mes
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, net: GPT, text: ByteText, config: Config, mesh: Any) -> float:
+def held_out_loss(model: Any, net: GPT, text: ByteText, config: Config, mesh: Any) -> float:
     """In nats per byte, of windows at even distances: the same on any number of ranks. Collective."""
     num_windows, size = min(config.eval.windows, len(text)), config.batch.micro_size
     chosen = [i * len(text) // num_windows for i in range(num_windows)]
@@ -158,7 +158,7 @@ def held_out_loss(model: nn.Module, net: GPT, text: ByteText, config: Config, me
         # In stage 3 a rank needs all others to have weights: at the end some look at the last batch again.
         batch = batches[min(first + place.rank, len(batches) - 1)]
         windows = text.windows([chosen[i] for i in batch])
-        losses.append(losses_of(model, net, windows, config, mesh.device).mean(1))
+        losses.append(losses_of(net, windows, config, mesh.device, model).mean(1))
         index.extend(batch)
     model.train()
     rows: Tensor = instep.gather(torch.cat(losses), index=index, process_group=mesh)  # each window's once
@@ -188,7 +188,7 @@ def main(config: Config) -> None:
     model, optimizer = distribute(net, config, run.mesh)
     run.register(model=model, optimizer=optimizer, data=data)  # all that changes from step to step
     run.evaluate_with(
-        lambda: held_out_loss(model if config.parallel.pp > 1 else net, net, text.held_out, config, run.mesh),
+        lambda: held_out_loss(model, net, text.held_out, config, run.mesh),
         every=config.eval.every,
     )
     for step in run.steps(config.steps):  # goes on where the newest state is

@@ -104,8 +104,9 @@ def _logged(a: RecordedRun, b: RecordedRun) -> list[str]:
     for found, run in zip(last, (a, b), strict=True):
         for _, step in sorted(run.steps.items()):
             found |= step.logged
-    both = [name for name in last[0] if name in last[1] and last[0][name] != last[1][name]]
-    return [f"{name}: {last[0][name]:.5g} in A, {last[1][name]:.5g} in B" for name in both]
+    both = [(name, x, last[1][name]) for name, x in last[0].items() if last[1].get(name, x) != x]
+    said = [(name, f"{x:.5g}", f"{y:.5g}", x, y) for name, x, y in both]
+    return [f"{name}: {x if p == q else p} in A, {y if p == q else q} in B" for name, p, q, x, y in said]
 
 
 def fields_that_differ(a: RecordedRun, b: RecordedRun, step: int) -> dict[str, tuple[str, str]]:

@@ -127,10 +127,10 @@ def _figures(made: Made, logged: Mapping[str, float], slow: SlowRank | None) -> 
     if made.logged.get(BUBBLE_MS, 0.0) >= 0.5:
         waiting += f", {made.logged[BUBBLE_MS]:.0f} bubble"
     culprit = f"  rank {slow.rank} is slow: {slow.phase}, +{slow.excess_s * 1e3:.0f} ms" if slow else ""
-    known = {"loss": (made.loss, ".3f"), "norm": (made.norm, ".2f"), "lr": (made.rate, ".1e")}
-    shown = "  ".join(f"{name} {x:{form}}" for name, (x, form) in known.items() if x is not None)
+    known = ("loss", made.loss, ".3f"), ("norm", made.norm, ".2f"), ("lr", made.rate, ".1e")
+    shown = "  ".join(f"{name} {x:{form}}" for name, x, form in known if x is not None and name not in logged)
     shown += "".join(f"  {name} {_plain(x)}" for name, x in logged.items())
     return (
         f"{shown}  {made.step_ms:.0f} ms"
-        f" ({made.exposed_ms:.0f} communicating{waiting})  {throughput(made.logged)}{culprit}"
+        f" ({made.exposed_ms:.0f} exposed{waiting})  {throughput(made.logged)}{culprit}"
     )

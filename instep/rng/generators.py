@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy.random as npr  # here, because NumPy loads it late: draws before it
 import torch
 from torch import Tensor, nn
 
+from instep.errors import warn
 from instep.rng.attributes import own_attributes, reached, within
 
 _state_lock = threading.Lock()
@@ -154,9 +154,8 @@ class ModuleGenerators:
         before = {x.name for own in self._searched.values() for x in own.values()}
         created = [x.name.removeprefix("module.") for x in self.find() if x.name not in before]
         if created:
-            warnings.warn(
+            warn(
                 f"forward created the generator {created[0]!r} in a declared step: numbers drawn from it in "
                 "this step depend on which rank has which micro-batch, so the weights may, too. Create it "
                 "before wrapping, in __init__, or ignore this if every forward creates a new one",
-                stacklevel=2,
             )

@@ -388,5 +388,5 @@ def share(
     told[: len(names)] = torch.tensor([addends[name] for name in names], dtype=torch.float64, device="cpu")
     rows = told[len(names) :].view(group.size, width)
     rows[group.rank] = torch.tensor(figures, dtype=torch.float64, device="cpu")
-    group.all_reduce(told, "the exchange of figures")
+    group.all_reduce(told, "the exchange at the end of a step")
     return dict(zip(names, told.tolist(), strict=False)), rows.tolist()

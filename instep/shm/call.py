@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from instep.net.hang_report import Problem
+from instep.net.hang_report import Problem, StatusRow, different_calls
 
 CALL_BYTES = 96
 LOCATION = struct.Struct("<4q")
@@ -48,18 +48,7 @@ def announcement(call: str, location: Location = NOWHERE) -> bytes:
 
 def disagreement(slots: Sequence[bytes], ranks: Sequence[int]) -> Problem | None:
     """Why the calls in ``slots`` do not match, None if they do; ``ranks`` are global ranks."""
-    by_call: dict[bytes, list[int]] = {}
-    for slot, rank in zip(slots, ranks, strict=True):
-        by_call.setdefault(slot[:CALL_BYTES], []).append(rank)
-    if len(by_call) == 1:
+    if len({slot[:CALL_BYTES] for slot in slots}) == 1:
         return None
-    calls = "; ".join(f"{_named(members)} {call.decode().strip()}" for call, members in by_call.items())
-    return Problem(
-        f"the ranks called different operations: {calls}. Nothing was written",
-        calls,
-        "All ranks of a group must call the same operations in the same order, with equal shapes and dtypes",
-    )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
+    calls = [slot[:CALL_BYTES].decode().strip() for slot in slots]
+    return different_calls([StatusRow(rank, what=call) for rank, call in zip(ranks, calls, strict=True)])

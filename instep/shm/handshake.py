@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from instep.errors import PeerLost
+from instep.errors import PeerLost, warn
 from instep.net.hang_report import FlightRecorder, printable
 from instep.net.peers import Peer, is_alive, own_peer
 from instep.net.store import StoreClient
@@ -57,7 +56,7 @@ def connect(
         return found
     if rank == 0 and found not in _warned_reasons:
         _warned_reasons.add(found)
-        warnings.warn(f"backend shm: ranks {ranks} use gloo instead, because {found}", stacklevel=2)
+        warn(f"backend shm: ranks {ranks} use gloo instead, because {found}")
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
 

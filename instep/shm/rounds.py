@@ -24,7 +24,7 @@ from torch import Tensor
 from instep.errors import Desync, PeerLost
 from instep.memory import bytes_of, tensor_of
 from instep.native.library import ReductionView
-from instep.net.hang_report import ROW_BYTES, FlightRecorder, Problem, StatusRow
+from instep.net.hang_report import ROW_BYTES, FlightRecorder, Problem, StatusRow, different_calls
 from instep.net.peers import Peer, Peers, describe
 from instep.shm.call import CALL_BYTES, LOCATION, NOWHERE, SLOT_BYTES, Location, announcement, disagreement
 from instep.shm.group_segment import HERE, LEFT, SLOTS, GroupSegment
@@ -111,7 +111,8 @@ class Rounds:
             self.mine()[: len(row)].copy_(tensor_of(row, torch.uint8))
             self.synchronize(label, TABLE_S)
             halves = [self.theirs(rank)[: len(row)] for rank in range(self.size)]
-            return problem.as_desync([StatusRow.from_bytes(bytes_of(half)) for half in halves], self.rank)
+            rows = [StatusRow.from_bytes(bytes_of(half)) for half in halves]
+            return different_calls(rows).as_desync(rows, self.rank)
         return Desync(str(problem))
 
     @contextmanager

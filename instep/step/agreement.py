@@ -13,7 +13,6 @@ and only bits that differ are written.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
@@ -21,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from instep.errors import warn
 from instep.memory import as_bytes
 from instep.net.agree import first_difference, raise_on_all, require_same_lines
 from instep.net.process_group import Group
@@ -57,11 +57,10 @@ def compare_threads(module: nn.Module, group: Group) -> None:
     lines = [[f"{int.from_bytes(data, 'little')} threads"] for data in by_rank]
     difference = first_difference(lines, group.ranks)
     if difference and group.rank == 0 and any(p.device.type == "cpu" for p in module.parameters()):
-        warnings.warn(
+        warn(
             f"ranks compute with {difference}: the bits of a declared step depend on which rank has which "
             "micro-batch. Call torch.set_num_threads with the same number on every rank, or set "
             "OMP_NUM_THREADS",
-            stacklevel=2,
         )
 
 

@@ -21,12 +21,12 @@ the same on all ranks (``reduce/header.py``).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from instep.errors import warn
 from instep.state.sampled_digest import sampled_digest
 
 NUM_STEPS = 4  # that are compared, from wrapping on
@@ -121,8 +121,7 @@ class InputDigest:
                     "so all ranks compute the same gradients. Give each rank its own share of the data "
                     "(torch.utils.data.DistributedSampler)"
                 )
-            warnings.warn(
+            warn(
                 f"{first} and {second} were given the same inputs in the first steps: each rank seems to "
                 f"read the same data from the beginning, {fix}. Ignore this if it is intended",
-                stacklevel=2,
             )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep.errors import Desync, PeerLost
+from instep.errors import Desync, PeerLost, warn
 from instep.events import BATCH_NORM, Recorder, Span
 from instep.hook import weakly
 from instep.memory import bytes_of, tensor_of
@@ -556,11 +555,10 @@ class UnusedParameters:
         new = [x for x in unused if x.position not in self._reported]
         self._reported |= {x.position for x in new}
         if new and self._warns:
-            warnings.warn(
+            warn(
                 f"no gradient came for {self._describe(new)} in step {step}: where other ranks had one, zero "
                 "was averaged in; where none had, .grad was left alone. Pass find_unused_parameters=True if "
                 "this is meant",
-                stacklevel=3,
             )
 
     def _describe(self, unused: Sequence[Unused]) -> str:

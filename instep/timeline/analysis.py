@@ -159,7 +159,7 @@ def summary_lines(
         yield (
             "" if advice else "advice",
             f"{in_ms(left_s)} a step ({in_percent(share)}) are unattributed: to see where they go, put parts "
-            'of your loop into `with step.span("a name"):`',
+            'of your loop into `with step.span("a name"):`, under instep.trace `with trace.span("a name"):`',
         )
 
 

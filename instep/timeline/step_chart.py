@@ -549,7 +549,9 @@ def _legend(figure: Figure, lines: Sequence[Sequence[str]]) -> None:
 
 
 def _label(kind: str) -> str:
-    return f"bubble: {kind.removeprefix('pipeline ')}" if kind in BUBBLES else kind
+    if kind in PHASES:
+        return f"bubble: {kind.removeprefix('pipeline ')}"
+    return f"waits for {kind}" if kind in BUBBLES and kind != SLOWER else kind
 
 
 def _length(ms: float) -> str:

@@ -216,6 +216,7 @@ def _head(model: Traced) -> dict[str, Any]:
         "process": [group.peers.me.pid, group.peers.me.start_time],
         "begun_ns": time.monotonic_ns(),
         "setting": asdict(setting),
+        "script": True,  # whose calls have arguments, and no flags
     }
 
 

@@ -116,6 +116,7 @@ def test_the_same_exception_twice_at_the_same_step_ends_the_run_even_after_other
     with pytest.raises(RunFailed, match="the same exception came twice") as ended:
         limit.add(second)
     assert ended.value.failures == (first, second)
+    assert str(ended.value).splitlines()[1:] == [f"  {second}"]  # it said the same twice
 
 
 def test_what_is_not_the_same_does_not_repeat() -> None:

@@ -194,6 +194,13 @@ launcher.launch(exec, (rank,), ranks=2, on_start=tell, grace_s=1)
 """
 
 
+def test_a_long_tmpdir_is_no_obstacle(tmp_path: Path) -> None:
+    """It was "AF_UNIX path too long", without a way out."""
+    (folder := tmp_path / ("x" * 100)).mkdir()
+    with a_launcher(folder) as (process, _):
+        process.terminate()
+
+
 @contextmanager
 def a_launcher(directory: Path, up: int = 2) -> Iterator[tuple[subprocess.Popen, list[int]]]:
     """The launcher and its ranks' process ids, when ``up`` ranks are there."""

@@ -227,7 +227,7 @@ def test_what_a_script_does_wrong_is_told_with_its_exit_code(
 
 
 def test_a_call_that_one_rank_makes_is_named_with_the_lines_of_all_and_once(tmp_path: Path) -> None:
-    """It said "rank 0 calls all_gather of 256 uint8", four times."""
+    """It said "rank 0 calls all_gather of 256 uint8", four times; now the first time and as the last line."""
     script = tmp_path / "train.py"
     alone = "zero_grad()\n        if run.rank == 0: instep.mean(1.0)"
     script.write_text(UNLUCKY.replace("if i == 30", "if False").replace("zero_grad()", alone))
@@ -235,7 +235,9 @@ def test_a_call_that_one_rank_makes_is_named_with_the_lines_of_all_and_once(tmp_
     assert ended.code == 1, ended.err
     line = 1 + script.read_text().splitlines().index("        if run.rank == 0: instep.mean(1.0)")
     assert len(re.findall(rf"\n +0  in instep\.mean .* {tmp_path.name}/train\.py:{line} ", ended.err)) == 1
-    assert len(re.findall(r"\n +1  in the exchange of figures .*/train\.py:\d+ ", ended.err)) == 1
+    assert len(re.findall(r"\n +1  in the exchange at the end of a step .*/train\.py:\d+ ", ended.err)) == 1
+    said = rf"rank 0 calls instep\.mean, at {tmp_path.name}/train\.py:{line} .*rank 1 calls the exchange at"
+    assert len(re.findall(said, ended.err)) == 2
 
 
 def test_one_rank_finishes_the_run_of_all_and_what_follows_the_loop_runs(tmp_path: Path) -> None:

@@ -91,6 +91,17 @@ def test_what_every_rank_tells_is_known_to_all(mesh: Mesh) -> None:
     assert told == [b"x" * (5 * rank) for rank in range(3)]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_ranks_in_different_operations_are_told_so(backend: str) -> None:
+    """A rank in ``instep.mean`` read what another one sent in ``instep.gather``: JSONDecodeError."""
+    world(2, backend=backend)(mean_on_one_rank_and_gather_on_the_other)()
+
+
+def mean_on_one_rank_and_gather_on_the_other(mesh: Mesh) -> None:
+    with pytest.raises(Desync, match=r"rank 0 calls mean, at .*rank 1 calls gather, at .*test_agree\.py:\d+"):
+        all_tell(mesh.world.group, "gather" if mesh.rank else "mean", lambda: "x", str.encode)
+
+
 @world(2)
 def test_what_cannot_be_told_is_a_failure(mesh: Mesh) -> None:
     with pytest.raises(TypeError, match="JSON serializable"):
@@ -106,7 +117,7 @@ def test_what_cannot_be_told_is_a_failure(mesh: Mesh) -> None:
 @world(2)
 def test_what_is_too_long_to_be_told_is_an_error_on_all_but_on_a_rank_with_its_own(mesh: Mesh) -> None:
     limit = 1 << 16
-    match = rf"a test: rank 1 has {limit + 1} bytes, more than the {limit}" if mesh.rank else "a failure"
+    match = rf"a test: rank 1 has {limit + 5} bytes, more than the {limit}" if mesh.rank else "a failure"
     with pytest.raises(ValueError, match=match):
         all_tell(
             mesh.world.group,

@@ -40,7 +40,7 @@ def test_activations_are_as_many_as_the_formula_says(
     config = replace(tiny(), autocast=autocast)
     saved = saved_beside(module, [windows])
     with saved.watch():
-        loss = losses_of(module, module, windows, config, CPU).mean()
+        loss = losses_of(module, windows, config, CPU).mean()
     assert loss.requires_grad  # its graph is there, and all it keeps
     said = largest(for_gpt(model, micro_size, autocast=autocast == "bf16"))
     assert said.of("activations") == pytest.approx(saved.nbytes, rel=0.04)
@@ -60,7 +60,7 @@ def test_state_takes_16_12_or_8_bytes_per_parameter(each: int) -> None:
     kind, options = optimizer_class(config)
     groups = parameter_groups(module, config.weight_decay)
     optimizer = kind(groups, **options)
-    losses_of(module, module, windows, tiny(), CPU).mean().backward()
+    losses_of(module, windows, tiny(), CPU).mean().backward()
     optimizer.step()
     said = largest(for_gpt(SMALL, 1, moments=num_moments))
     assert said.bytes_per_parameter == each

@@ -57,7 +57,7 @@ def held_out(mesh: Mesh, num_windows: int, micro_size: int = 4, model: nn.Module
 def test_the_loss_of_text_is_the_mean_surprise_of_a_byte():
     model = Bigram().eval()
     windows = ByteText(CORPUS, CONTEXT).windows([3, 4])
-    loss = losses_of(model, model, windows, text_config.tiny(), CPU).mean()
+    loss = losses_of(model, windows, text_config.tiny(), CPU).mean()
     assert loss.item() == pytest.approx(by_hand(model, CORPUS[3 * CONTEXT : 5 * CONTEXT + 1]), rel=1e-6)
 
 

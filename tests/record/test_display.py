@@ -68,7 +68,12 @@ def test_what_is_soon_done_shows_nothing(capsys, clock):
 
 def test_a_line_has_the_figures_of_its_step(capsys):
     (line, _) = shown(capsys, 1)
-    assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 communicating)  12,346 tokens/s"
+    assert line == "step 0/1  loss 2.346  norm 0.50  lr 1.0e-03  12 ms (4 exposed)  12,346 tokens/s"
+
+
+def test_a_figure_that_the_script_logs_by_a_known_name_is_shown_once(capsys):
+    Display(0, 1).step(0, replace(MADE, logged=MADE.logged | {"lr": 0.002}))
+    assert capsys.readouterr().err.count("lr ") == 1
 
 
 def test_on_a_terminal_there_is_a_bar_that_is_gone_in_the_end(capsys, monkeypatch, clock):

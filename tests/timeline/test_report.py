@@ -109,6 +109,11 @@ def test_any_section_may_be_missing(section, left):
     assert "</html>" in render(told)
 
 
+def test_unattributed_time_is_said_with_the_span_to_add():
+    assert 'with step.span("a name"):' in render(shares(compute=80, unattributed=20)).replace("&#34;", '"')
+    assert "step.span" not in render(shares(compute=95, unattributed=5))
+
+
 def test_any_figure_may_be_null():
     def emptied(value):
         if isinstance(value, dict):

@@ -33,6 +33,7 @@ from instep.timeline.step_chart import (
     UPDATE,
     WEIGHT_GRADIENT,
     Box,
+    _label,
     draw,
     merged,
     on_top,
@@ -199,6 +200,7 @@ def test_a_pipelines_waits_are_fill_steady_state_and_drain_and_no_slower_rank():
     assert found == [[(STEADY, 20, 50), (STEADY, 70, 80)], [(FILL, 0, 15), (DRAIN, 75, 100)]]
     assert one.phases_ns == (0, 15_000_000, 75_000_000, 100_000_000)
     figure = draw([one], ONE)
+    assert _label("gradient sync") == "waits for gradient sync" and _label(SLOWER) == SLOWER  # of no pipeline
     told = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert {"fill", "steady state", "drain", "waits"} <= {*told}
     legend = {text.get_text() for text in figure.texts}

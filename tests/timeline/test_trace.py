@@ -87,6 +87,7 @@ def test_with_a_path_every_rank_tells_of_both_and_print_shows_it(mesh: Mesh, tmp
     setting = traces.traces[mesh.rank].head["setting"]
     assert (setting["strategy"], setting["backend"], setting["world_size"]) == ("bucketed", "gloo", 2)
     assert (setting["hosts"], setting["ranks_per_host"]) == (1, 2)
+    assert traces.traces[mesh.rank].head["script"]  # so that advice names arguments, and no flags
     assert str(trace).startswith("time   ") and "compute" in str(trace)
     mesh.world.group.barrier("all have looked")
 
