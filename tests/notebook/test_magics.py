@@ -97,7 +97,8 @@ def test_status_and_shutdown(notebook):
     [
         ("%dist_init -n 2", "2 ranks are running: %dist_shutdown ends them"),
         ("%%rank 2\n1", "expected ranks from 0 to 1, got '2'"),
-        ("%pull x --rank 7", "expected a rank from 0 to 1, got 7"),
+        ("%pull x --rank 7", "expected ranks from 0 to 1, got '7'"),
+        ("%attach nowhere", "%attach: nowhere does not exist"),
         ("%push nothing", "the kernel has no variable 'nothing'"),
     ],
 )
