@@ -116,7 +116,7 @@ def _require_data(what: str, value: Any) -> None:
     except ValueError:
         raise ValueError(
             f"launch: {what} cannot be copied to a rank: expected tensors or short data, got "
-            f"{type(value).__qualname__}: make it inside of the function"
+            f"{type(value).__qualname__}: make it inside the function"
         ) from None
 
 

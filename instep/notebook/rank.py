@@ -31,9 +31,9 @@ from instep.launch.launch_environment import is_address_of_loopback
 from instep.launch.rank_process import exit_now
 from instep.mesh.mesh import Mesh
 from instep.notebook.cell import described, evaluate, execute
-from instep.notebook.values import digests, parts
+from instep.notebook.values import digests, is_divided, parts
 from instep.notebook.wire import Message, Tensors, receive, send
-from instep.state.homes import DividedOptimizer, Wrapped, homes, offered
+from instep.state.homes import DividedOptimizer, offered
 from instep.state.objects import put_together
 
 ABORT_S = 1.0  # from an interrupt to the end of native waits
@@ -156,12 +156,12 @@ class _Cells:
         found = {name: x for name, x in self._names.items() if offered(x) is not None}
         optimizers = {name: x for name, x in found.items() if isinstance(offered(x), DividedOptimizer)}
         models = {name: x for name, x in found.items() if name not in optimizers}
+        lost = [name for name, x in found.items() if message["is_new"] or name in optimizers or is_divided(x)]
         for x in (*optimizers.values(), *models.values()):
             offered(x).leave()
         self._leave()
         os.environ["INSTEP_STORE"] = message["store"]
         self._mesh = mesh = instep.init(**self._seat.init)
-        lost = [name for name, x in found.items() if message["is_new"] or _is_divided(x)]
         for name, x in models.items():
             if name not in lost:
                 offered(x).join(mesh)
@@ -193,10 +193,3 @@ def _shut_connections() -> None:
             except (OSError, IndexError, TypeError):
                 with suppress(OSError):
                     os.close(fd)
-
-
-def _is_divided(x: Any) -> bool:
-    said = offered(x)
-    if isinstance(said, Wrapped):
-        return any(there.group.size > 1 for there in homes(said.module.parameters()))
-    return True

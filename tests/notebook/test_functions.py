@@ -68,7 +68,7 @@ def test_an_error_names_its_line_in_the_function(shell, capsys):
 
 REFUSED = {
     "def f(): return net\nlaunch(f)": "net, which f uses, cannot be copied to a rank: .* got Net: make it",
-    "launch(train, 2, net)": "argument 0 of train cannot be copied to a rank: .* got Net: make it inside",
+    "launch(train, 2, net)": "argument 0 of train cannot be copied to a rank: .* got Net: make it inside the",
     "def f():\n    k = 2\n    def g(): return k\n    launch(g)\nf()": "g uses k of the function around it",
     "launch(lambda: 1)": "launch uses <lambda>, the source of which is not known: expected a def",
     "def f(): 1\nold = f\ndef f(): 2\ndef g(): old()\nlaunch(g)": "g uses old, which is an older f",
