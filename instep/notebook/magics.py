@@ -121,9 +121,7 @@ class RankMagics(Magics):
     def rank(self, line: str, cell: str) -> None:
         """Execute the cell on some ranks: %%rank [0], %%rank 1,3, %%rank 0-2."""
         if self._is_seen or line:
-            self._running().run(
-                cell, self._ranks_of(line or "all"), name=f"cell {self.shell.execution_count}"
-            )
+            self._running().run(cell, self._ranks_of(line or "all"), name=self._cell_name)
         else:
             self.shell.ex(cell)
 
@@ -137,7 +135,7 @@ class RankMagics(Magics):
         with TemporaryDirectory(prefix="instep-trace-") as folder:
             ranks.run(f"import instep\n_trace = instep.trace({line}, {folder!r})\n_trace.__enter__();")
             try:
-                ranks.run(cell, name=f"cell {self.shell.execution_count}")
+                ranks.run(cell, name=self._cell_name)
             finally:
                 ranks.run("_trace.__exit__(None, None, None);")
             traces = read_traces(Path(folder) / FOLDER)
@@ -170,6 +168,11 @@ class RankMagics(Magics):
 
     def before_seen_cell(self, info: Any) -> None:
         self._is_seen = bool(info.store_history)
+
+    @property
+    def _cell_name(self) -> str:
+        """With the number beside the cell; ``execution_count`` is one more from IPython 9 on."""
+        return f"cell {len(self.shell.user_ns['In']) - 1}"
 
     def _running(self) -> Ranks:
         if self.ranks is None:
