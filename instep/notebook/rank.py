@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,9 +26,9 @@ from typing import Any
 import torch.distributed as dist
 
 import instep
-from instep.launch.launch_environment import is_address_of_loopback
 from instep.launch.rank_process import exit_now
 from instep.mesh.mesh import Mesh
+from instep.net.device import close_connections
 from instep.notebook.cell import described, evaluate, execute
 from instep.notebook.values import digests, is_divided, parts
 from instep.notebook.wire import Message, Tensors, receive, send
@@ -101,7 +100,7 @@ class _Cells:
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a backend without an abort, or a group that has ended
                 group.abort()
-        _shut_connections()
+            close_connections(group)  # of gloo, whose abort does not end waits
 
     def _on_interrupt(self, *_: object) -> None:
         if self._running:
@@ -179,17 +178,3 @@ class _Cells:
                 mesh.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _shut_connections() -> None:
-    """End the waits of gloo, whose abort does not: shut down this process's TCP connections on loopback."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # no socket, or not connected
-            fd = os.dup(int(name))
-            try:
-                with socket.socket(fileno=fd) as connection:
-                    if is_address_of_loopback(connection.getpeername()[0]):
-                        connection.shutdown(socket.SHUT_RDWR)
-            except (OSError, IndexError, TypeError):
-                with suppress(OSError):
-                    os.close(fd)
