@@ -37,10 +37,10 @@ def launch(
 ) -> list[Any]:
     """Execute ``function(*args)`` on ``num_ranks`` new ranks, and show their output while it comes.
 
-    The function sees ``rank``, ``world_size``, ``device`` and ``mesh`` as a cell does.
+    A function of a cell or a script sees ``rank``, ``world_size``, ``device`` and ``mesh`` as a cell does.
 
     Args:
-        function: defined in a cell, a script or a module, outside of other functions.
+        function: defined in a cell, a script or a module, without variables of a function around it.
         args: tensors and data that JSON can carry, as must be what the function returns.
         device, backend, timeout_s, threads: as in ``instep.init``.
 
@@ -130,19 +130,21 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 def _source_of(user: str, value: type | FunctionType) -> str:
     """The definition of ``value``, with its decorators, in its file or cell."""
-    parts = vars(value).values() if isinstance(value, type) else [inspect.unwrap(value)]
+    inner = inspect.unwrap(value)
+    parts = vars(value).values() if isinstance(value, type) else [inner]
     codes = [part.__code__ for part in parts if isinstance(part, FunctionType)]
     for code in codes:
         lines = linecache.getlines(code.co_filename)
         for node in ast.walk(ast.parse("".join(lines))):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == value.__name__:
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                if first <= code.co_firstlineno <= (node.end_lineno or 0):
+                is_it = first <= code.co_firstlineno <= (node.end_lineno or 0)
+                if is_it and (value is inner or node.decorator_list):  # else it was wrapped later
                     _require_open(value, [each for each in codes if each.co_filename == code.co_filename])
                     return dedent("".join(lines[first - 1 : node.end_lineno])) + "\n"
     raise ValueError(
         f"launch: {user} uses {value.__name__}, the source of which is not known: expected a def, or a class "
-        "with a def in it, of a cell or a file"
+        "with a def in it, of a cell or a file, with its decorators above it"
     )
 
 

@@ -72,6 +72,7 @@ REFUSED = {
     "def f():\n    k = 2\n    def g(): return k\n    launch(g)\nf()": "g uses k of the function around it",
     "launch(lambda: 1)": "launch uses <lambda>, the source of which is not known: expected a def",
     "def f(): 1\nold = f\ndef f(): 2\ndef g(): old()\nlaunch(g)": "g uses old, which is an older f",
+    "def f(): 1\nf = torch.no_grad()(f)\nlaunch(f)": "uses f, the source .* with its decorators above it",
     "launch(len)": "expected a function written with def, got builtin_function_or_method",
 }
 
