@@ -84,7 +84,7 @@ BUDGET = {
     "native": 250,
     "net": 2870,
     "nn": 930,
-    "notebook": 1365,
+    "notebook": 1367,
     "pipeline": 4180,
     "plan": 2155,
     "recipes": 965,
