@@ -45,5 +45,5 @@ def described(error: BaseException, name: str) -> dict[str, str]:
         "type": type(error).__name__,
         "message": said(error),
         "traceback": "".join(traceback.format_exception(type(error), error, frames)),
-        "where": f"{name}, line {lines[0]}" if lines else name,
+        "where": f"{name}, line {lines[-1]}" if lines else name,
     }

@@ -1,18 +1,20 @@
 """The output of several ranks as one: a line that all ranks print alike is shown once.
 
-    rank 0   epoch 0    loss 0.71               [0-1] epoch 0
-    rank 1   epoch 0    loss 0.64               [0] loss 0.71
-                                                [1] loss 0.64
+    rank 0   epoch 0    loss 0.71    epoch 1      [0-1] epoch 0
+    rank 1   epoch 0    loss 0.64    epoch 1      [0] loss 0.71
+                                                  [1] loss 0.64
+                                                  [0-1] epoch 1
 
-A line waits ``DELAY_S`` for the same line of the other ranks. Then all waiting lines are shown, rank by rank,
-ranks with equal lines together. Only complete lines are shown while a cell runs; of a progress bar, which
-returns to the beginning of its line, the newest state.
+A line waits ``DELAY_S`` for the same line of the other ranks. Then all waiting lines are shown: those between
+two common lines rank by rank, ranks with equal lines together. Only complete lines are shown while a cell
+runs; of a progress bar, which returns to the beginning of its line, the newest state.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby, zip_longest
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -59,21 +61,21 @@ class Folding:
         overdue = everything or self.wait_s == 0
         for stream in STREAMS:
             lines = self._lines[stream]
-            num_common = 0
-            for alike in zip(*lines.values(), strict=False):
-                if len(set(alike)) > 1:
+            num_shown = 0
+            for is_common, group in groupby(zip_longest(*lines.values()), lambda alike: len(set(alike)) == 1):
+                if not is_common and not overdue:
                     break
-                num_common += 1
-            self._emit(stream, self.ranks, next(iter(lines.values()))[:num_common])
-            if num_common:
+                rows = list(group)
+                num_shown += len(rows)
+                columns = (
+                    tuple(line for line in column if line is not None) for column in zip(*rows, strict=True)
+                )
+                for block, ranks in fold(dict(zip(self.ranks, columns, strict=True))).items():
+                    self._emit(stream, ranks, block)
+            if num_shown:
                 self._since = time.monotonic()  # the ranks keep up with each other
             for rank in self.ranks:
-                del lines[rank][:num_common]
-            if overdue:
-                for block, ranks in fold({rank: tuple(lines[rank]) for rank in self.ranks}).items():
-                    self._emit(stream, ranks, block)
-                for rank in self.ranks:
-                    lines[rank].clear()
+                del lines[rank][:num_shown]
         if not any(any(lines.values()) for lines in self._lines.values()):
             self._since = None
 

@@ -7,19 +7,19 @@ Cells that an editor executes unseen, to list variables, stay in the kernel.
 
 from __future__ import annotations
 
-import argparse
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import Image, display
 
+from instep.notebook.attach import attached
 from instep.notebook.folding import parse_ranks
 from instep.notebook.ranks import Ranks, prepare
 from instep.timeline.analysis import analyse, summary_lines
@@ -29,30 +29,6 @@ from instep.timeline.trace_files import FOLDER, read_traces
 
 IN_KERNEL = ("%", "!", "?")
 RANK_LINE = re.compile(r"%%rank\s*(.*)")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{self.prog}: {message}; usage: {self.format_usage().removeprefix('usage: ').strip()}"
-        )
-
-
-def _parsed(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
-    try:
-        return parser.parse_args(shlex.split(line))
-    except SystemExit:  # --help was printed
-        raise UsageError("") from None
-
-
-INIT = _Parser(prog="%dist_init")
-INIT.add_argument("-n", "--num-processes", type=int, default=2, help="ranks to start")
-INIT.add_argument("--device", help="cuda, cuda:0 or cpu; by default a GPU per rank where there are any")
-INIT.add_argument("--backend", help="nccl, shm or gloo; by default the fastest that works")
-INIT.add_argument("--threads", type=int, default=1, help="threads of torch per rank")
-INIT.add_argument(
-    "--timeout", type=float, default=60.0, help="seconds until a collective names who is missing"
-)
 
 
 @magics_class
@@ -67,27 +43,39 @@ class RankMagics(Magics):
         self._is_seen = True  # the cell that is executed
 
     @line_magic
+    @magic_arguments()
+    @argument("-n", "--num-processes", type=int, default=2, help="ranks to start")
+    @argument("--device", help="cuda, cuda:0 or cpu; by default a GPU per rank where there are any")
+    @argument("--backend", help="nccl, shm or gloo; by default the fastest that works")
+    @argument("--threads", type=int, default=1, help="threads of torch per rank")
+    @argument(
+        "--timeout",
+        dest="timeout_s",
+        type=float,
+        default=60.0,
+        help="seconds until a collective names who is missing",
+    )
     def dist_init(self, line: str) -> None:
-        """Start ranks: %dist_init -n 4 [--device D] [--backend B] [--threads T] [--timeout SECONDS]."""
+        """Start ranks, which execute the following cells."""
         if self.ranks is not None:
             raise UsageError(f"{self.ranks.size} ranks are running: %dist_shutdown ends them")
-        args = _parsed(INIT, line)
-        self.ranks = Ranks(
-            args.num_processes,
-            device=args.device,
-            backend=args.backend,
-            threads=args.threads,
-            timeout_s=args.timeout,
-        )
+        args = vars(parse_argstring(self.dist_init, line))
+        self.ranks = Ranks(args.pop("num_processes"), **args)
         pids = ", ".join(map(str, self.ranks.pids))
-        print(
-            f"{args.num_processes} ranks (pids {pids}) execute the following cells; %%local: the kernel does"
-        )
+        print(f"{self.ranks.size} ranks (pids {pids}) execute the following cells; %%local: the kernel does")
 
     @line_magic
     def dist_status(self, line: str) -> None:
         """Show each rank's process, last cell, memory, last operation and line."""
         print(self._running().status())
+
+    @line_magic
+    def attach(self, line: str) -> None:
+        """Show what a run of instep run or instep train is doing, or how it has ended: %attach runs/mine."""
+        try:
+            print("\n".join(attached(Path(line.strip()))))
+        except ValueError as error:
+            raise UsageError(f"%attach: {error}") from None
 
     @line_magic
     def dist_shutdown(self, line: str) -> None:
@@ -108,37 +96,32 @@ class RankMagics(Magics):
         print(self._running().compare(line))
 
     @line_magic
+    @magic_arguments()
+    @argument("names", nargs="+")
+    @argument("-r", "--rank", type=int, default=0)
     def pull(self, line: str) -> None:
-        """Copy variables of a rank into the kernel: %pull losses grads [--rank 1]."""
-        parser = _Parser(prog="%pull")
-        parser.add_argument("names", nargs="+")
-        parser.add_argument("-r", "--rank", type=int, default=0)
-        args = _parsed(parser, line)
-        ranks = self._running()
-        if not 0 <= args.rank < ranks.size:
-            raise UsageError(f"%pull: expected a rank from 0 to {ranks.size - 1}, got {args.rank}")
-        self.shell.push({name: ranks.pull(name, args.rank) for name in args.names})
+        """Copy variables of a rank into the kernel."""
+        args = parse_argstring(self.pull, line)
+        [rank] = self._ranks_of(str(args.rank))
+        self.shell.push({name: self._running().pull(name, rank) for name in args.names})
 
     @line_magic
+    @magic_arguments()
+    @argument("names", nargs="+")
+    @argument("-r", "--rank", default="all")
     def push(self, line: str) -> None:
-        """Copy variables of the kernel to ranks: %push data [--rank 0,1]."""
-        parser = _Parser(prog="%push")
-        parser.add_argument("names", nargs="+")
-        parser.add_argument("-r", "--rank", default="all")
-        args = _parsed(parser, line)
-        ranks = self._running()
+        """Copy variables of the kernel to ranks, by default to all."""
+        args = parse_argstring(self.push, line)
         for name in args.names:
             if name not in self.shell.user_ns:
                 raise UsageError(f"%push: the kernel has no variable {name!r}; %%local cells make them")
-            ranks.push(name, self.shell.user_ns[name], self._ranks_of(args.rank))
+            self._running().push(name, self.shell.user_ns[name], self._ranks_of(args.rank))
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Execute the cell on some ranks: %%rank [0], %%rank 1,3, %%rank 0-2."""
         if self._is_seen or line:
-            self._running().run(
-                cell, self._ranks_of(line or "all"), name=f"cell {self.shell.execution_count}"
-            )
+            self._running().run(cell, self._ranks_of(line or "all"), name=self._cell_name)
         else:
             self.shell.ex(cell)
 
@@ -152,7 +135,7 @@ class RankMagics(Magics):
         with TemporaryDirectory(prefix="instep-trace-") as folder:
             ranks.run(f"import instep\n_trace = instep.trace({line}, {folder!r})\n_trace.__enter__();")
             try:
-                ranks.run(cell, name=f"cell {self.shell.execution_count}")
+                ranks.run(cell, name=self._cell_name)
             finally:
                 ranks.run("_trace.__exit__(None, None, None);")
             traces = read_traces(Path(folder) / FOLDER)
@@ -185,6 +168,11 @@ class RankMagics(Magics):
 
     def before_seen_cell(self, info: Any) -> None:
         self._is_seen = bool(info.store_history)
+
+    @property
+    def _cell_name(self) -> str:
+        """With the number beside the cell; ``execution_count`` is one more from IPython 9 on."""
+        return f"cell {len(self.shell.user_ns['In']) - 1}"
 
     def _running(self) -> Ranks:
         if self.ranks is None:

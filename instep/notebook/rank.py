@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,13 +26,13 @@ from typing import Any
 import torch.distributed as dist
 
 import instep
-from instep.launch.launch_environment import is_address_of_loopback
 from instep.launch.rank_process import exit_now
 from instep.mesh.mesh import Mesh
+from instep.net.device import close_connections
 from instep.notebook.cell import described, evaluate, execute
-from instep.notebook.values import digests, parts
+from instep.notebook.values import digests, is_divided, parts
 from instep.notebook.wire import Message, Tensors, receive, send
-from instep.state.homes import DividedOptimizer, Wrapped, homes, offered
+from instep.state.homes import DividedOptimizer, offered
 from instep.state.objects import put_together
 
 ABORT_S = 1.0  # from an interrupt to the end of native waits
@@ -101,7 +100,7 @@ class _Cells:
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a backend without an abort, or a group that has ended
                 group.abort()
-        _shut_connections()
+            close_connections(group)  # of gloo, whose abort does not end waits
 
     def _on_interrupt(self, *_: object) -> None:
         if self._running:
@@ -156,12 +155,12 @@ class _Cells:
         found = {name: x for name, x in self._names.items() if offered(x) is not None}
         optimizers = {name: x for name, x in found.items() if isinstance(offered(x), DividedOptimizer)}
         models = {name: x for name, x in found.items() if name not in optimizers}
+        lost = [name for name, x in found.items() if message["is_new"] or name in optimizers or is_divided(x)]
         for x in (*optimizers.values(), *models.values()):
             offered(x).leave()
         self._leave()
         os.environ["INSTEP_STORE"] = message["store"]
         self._mesh = mesh = instep.init(**self._seat.init)
-        lost = [name for name, x in found.items() if message["is_new"] or _is_divided(x)]
         for name, x in models.items():
             if name not in lost:
                 offered(x).join(mesh)
@@ -179,24 +178,3 @@ class _Cells:
                 mesh.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _shut_connections() -> None:
-    """End the waits of gloo, whose abort does not: shut down this process's TCP connections on loopback."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # no socket, or not connected
-            fd = os.dup(int(name))
-            try:
-                with socket.socket(fileno=fd) as connection:
-                    if is_address_of_loopback(connection.getpeername()[0]):
-                        connection.shutdown(socket.SHUT_RDWR)
-            except (OSError, IndexError, TypeError):
-                with suppress(OSError):
-                    os.close(fd)
-
-
-def _is_divided(x: Any) -> bool:
-    said = offered(x)
-    if isinstance(said, Wrapped):
-        return any(there.group.size > 1 for there in homes(said.module.parameters()))
-    return True

@@ -27,18 +27,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError
 from instep.launch.launch import Children, place_of, surroundings, warm
 from instep.launch.memory_file import MemoryFile
-from instep.launch.process_memory import resident_memory
 from instep.launch.process_state import look
 from instep.launch.rank_exit import Exit, describe_exit
 from instep.launch.rank_process import Child
-from instep.net.hang_report import aligned
-from instep.net.peers import statuses_of
+from instep.notebook.attach import process_table
 from instep.notebook.folding import STREAMS, Folding, Write, fold, span
 from instep.notebook.rank import Seat, serve
 from instep.notebook.values import MAX_NAMED, difference, named, odd_names, parts
@@ -229,17 +226,9 @@ class Ranks:
         return dict(sorted(answers.found.items()))
 
     def status(self) -> str:
-        """A table: each rank's process, its last cell, its memory, and where it is."""
+        """A table: each rank's process, its memory, where it is, and its last cell."""
         pids = {rank: each.pid for rank, each in self._ranks.items()}
-        rows: list[Sequence[str]] = [("rank", "pid", "state", "last cell", "MB", "last operation", "line")]
-        for row in statuses_of(pids):
-            each = self._ranks[row.rank]
-            memory = resident_memory(Path(f"/proc/{each.pid}"))
-            size = "" if memory is None else f"{memory.now / 1e6:,.0f}"
-            operation = f"{row.status} {row.operation}" if row.status else ""
-            cells = str(row.rank), str(each.pid), row.state, each.last, size, operation, row.site
-            rows.append(cells)
-        return "\n".join(aligned(rows, {0, 1, 4}))
+        return process_table(pids, {rank: each.last for rank, each in self._ranks.items()})
 
     def shutdown(self) -> None:
         """End all ranks, and wait until their processes are gone."""

@@ -15,7 +15,7 @@ from instep.memory import as_bytes
 from instep.notebook.folding import fold, span
 from instep.notebook.wire import Tensors
 from instep.state.hash import tensor_digest
-from instep.state.homes import Wrapped, offered
+from instep.state.homes import Wrapped, homes, offered
 from instep.state.objects import take_apart
 
 MAX_NAMED = 8  # tensors of a comparison, each with its place
@@ -27,8 +27,12 @@ def parts(value: Any) -> tuple[Any, Tensors]:
     Raises:
         ValueError: it has something else.
     """
-    said = offered(value)
-    module = said.module if isinstance(said, Wrapped) else value
+    module = _module_of(value)
+    if is_divided(value):
+        raise ValueError(
+            "expected replicated parameters, got those of which each rank has a part: take "
+            "instep.full_state_dict(model), on all ranks"
+        )
     if isinstance(module, nn.Module):
         value = dict(sorted([*module.named_parameters(), *module.named_buffers()]))
     elif isinstance(value, Optimizer):
@@ -40,6 +44,19 @@ def parts(value: Any) -> tuple[Any, Tensors]:
             "expected a tensor, a module, an optimizer, or numbers, text, lists and dicts with tensors in "
             f"them, got {type(value).__name__}: {error}"
         ) from None
+
+
+def is_divided(value: Any) -> bool:
+    """Whether ``value`` is a module with parameters of which each rank has a part."""
+    module = _module_of(value)
+    if not isinstance(module, nn.Module):
+        return False
+    return any(there.group.size > 1 and not there.resident for there in homes(module.parameters()))
+
+
+def _module_of(value: Any) -> Any:
+    said = offered(value)
+    return said.module if isinstance(said, Wrapped) else value
 
 
 def digests(value: Any) -> dict[str, str]:

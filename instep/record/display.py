@@ -104,7 +104,7 @@ class Display:
         number, last = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}", self.num_steps - 1
         self._work.at(
             (step - self._first) / max(last - self._first, 1),
-            lambda: f"{number}  {_figures(made, self._logged, slow())}",
+            lambda: f"{number}  {step_figures(made, self._logged, slow())}",
             always=step % max(self.num_steps // LINES_PER_RUN, 1) == 0 or step == last,
         )
 
@@ -122,7 +122,8 @@ def _plain(x: float) -> str:
     return f"{x:.4f}" if x == 0 or 1e-3 <= abs(x) < 1e5 else f"{x:.3e}"
 
 
-def _figures(made: Made, logged: Mapping[str, float], slow: SlowRank | None) -> str:
+def step_figures(made: Made, logged: Mapping[str, float], slow: SlowRank | None) -> str:
+    """The figures of one step, in words; ``logged`` by the script."""
     waiting = f", {made.waiting_ms:.0f} waiting" if made.waiting_ms >= 0.5 else ""
     if made.logged.get(BUBBLE_MS, 0.0) >= 0.5:
         waiting += f", {made.logged[BUBBLE_MS]:.0f} bubble"

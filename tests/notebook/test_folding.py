@@ -38,6 +38,24 @@ def test_other_lines_wait_for_each_other_and_are_then_grouped_by_rank(shown, mon
     assert shown[1:] == [("stdout", "[0] c\n"), ("stdout", "[1-2] b\n")]
 
 
+def test_lines_between_two_common_ones_are_grouped_by_rank(shown):
+    output = folded([0, 1], shown)
+    for rank in (0, 1):
+        output.add(rank, "stdout", f"step 0\nloss {rank}\nnorm {rank}\nstep 1\n")
+    output.add(1, "stdout", "alone\n")
+    output.show(everything=True)
+    lines = [
+        "[0-1] step 0",
+        "[0] loss 0",
+        "[0] norm 0",
+        "[1] loss 1",
+        "[1] norm 1",
+        "[0-1] step 1",
+        "[1] alone",
+    ]
+    assert "".join(text for _, text in shown) == "\n".join([*lines, ""])
+
+
 def test_the_beginning_of_a_line_waits_for_its_end(shown, monkeypatch):
     monkeypatch.setattr(folding, "DELAY_S", 0)
     output = folded([0], shown)

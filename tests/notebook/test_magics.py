@@ -67,7 +67,7 @@ def test_an_incomplete_cell_is_seen_as_incomplete(notebook):
 def test_an_error_ends_the_cell_with_the_traceback_of_the_rank(notebook):
     said = notebook("y = 1\n1 / (1 - rank)")
     assert "[1] ZeroDivisionError: division by zero\n" in said
-    assert "CellFailed: rank 1: ZeroDivisionError: division by zero (cell " in said
+    assert "CellFailed: rank 1: ZeroDivisionError: division by zero (cell 3, line 2)" in said
     assert type(notebook.error).__name__ == "CellFailed"
     assert notebook("y") == "[0-1] 1\n"
 
@@ -97,7 +97,8 @@ def test_status_and_shutdown(notebook):
     [
         ("%dist_init -n 2", "2 ranks are running: %dist_shutdown ends them"),
         ("%%rank 2\n1", "expected ranks from 0 to 1, got '2'"),
-        ("%pull x --rank 7", "expected a rank from 0 to 1, got 7"),
+        ("%pull x --rank 7", "expected ranks from 0 to 1, got '7'"),
+        ("%attach nowhere", "%attach: nowhere does not exist"),
         ("%push nothing", "the kernel has no variable 'nothing'"),
     ],
 )

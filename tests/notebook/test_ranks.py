@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing.connection
 import os
 import select
 import signal
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +134,41 @@ def test_replicas_that_an_interrupt_has_left_in_different_steps_are_named(two, s
     assert "model differs between rank 0 | rank 1" in shown.text
 
 
+SHARDED = """
+import torch, instep
+from torch import nn
+full = nn.Linear(3, 2)
+instep.fully_shard(full)
+plain = torch.optim.AdamW(full.parameters())
+model = instep.DataParallel(nn.Linear(3, 2))
+sharded = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3) * (rank + 1)).sum().backward()
+    optimizer.step()
+step(full, plain)
+step(model, sharded)
+"""
+
+
+def test_sharded_models_and_optimizers_are_named_as_lost_after_an_interrupt(two, shown):
+    two.run(SHARDED)
+    with pytest.raises(CellFailed, match=r"take instep\.full_state_dict\(model\), on all"):
+        two.compare("full")
+    assert "the same bits on ranks 0-1, 2 tensors" in two.compare("instep.full_state_dict(full)")
+    shown.interrupt_at = "now"
+    with pytest.raises(CellFailed):
+        two.run("print('now')\nwhile True: step(full, plain)")
+    assert "full, plain, sharded: made for ranks that are gone: run the cells again that make" in shown.text
+    assert "differs" not in shown.text
+    with pytest.raises(CellFailed, match="this ShardedOptimizer is closed: make another one"):
+        two.run("step(model, sharded)")
+    two.run("sharded = instep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)")
+    two.run("step(model, sharded)")
+    assert "the same bits on ranks 0-1" in two.compare("model")
+    two.run(SHARDED)
+
+
 def test_a_rank_that_does_not_follow_an_interrupt_is_replaced(two, shown, monkeypatch):
     monkeypatch.setattr(ranks_module, "KILL_S", 0.5)
     shown.interrupt_at = "now"
@@ -167,6 +207,45 @@ def test_no_process_is_left_after_a_shutdown(two):
         wait_for_the_end(child)
     with pytest.raises(RuntimeError, match="were shut down"):
         two.run("1")
+
+
+KNOCK = """
+import json, os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+for name in json.loads(sys.argv[1]):
+    kind = socket.SOCK_SEQPACKET if name.startswith("\\0") else socket.SOCK_STREAM
+    with socket.socket(socket.AF_UNIX, kind) as knock:
+        try:
+            knock.connect(name)
+            print("answer" if knock.recv(1) else "closed")
+        except OSError as error:
+            print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_no_answer_from_a_rank_or_from_what_starts_ranks(two):
+    """The only sockets with a name: of the forkserver, and the debug server of each rank."""
+    two.run("import torch.distributed as dist\ndist.barrier()")
+    names, listening = sockets_of([os.getpid(), forkserver._forkserver._forkserver_pid, *two.pids])
+    assert not listening  # to TCP
+    assert sorted(name[:8] for name in names if name[0] != "/") == ["\0instep/"] * 2
+    answers = subprocess.run(
+        [sys.executable, "-c", KNOCK, json.dumps(names)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    expected = ["PermissionError" if name[0] == "/" else "ConnectionResetError" for name in names]
+    assert [answer.replace("closed", "ConnectionResetError") for answer in answers] == expected
+
+
+def sockets_of(pids):
+    """Names of the Unix sockets of ``pids``, and the TCP ports at which they listen."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    own = {os.readlink(link)[8:-1] for link in links if os.readlink(link).startswith("socket:[")}
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    tcp = [x.split() for kind in ("tcp", "tcp6") for x in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    names = {line[7].replace("@", "\0") for line in unix if len(line) > 7 and line[6] in own}
+    return sorted(names), [line[1] for line in tcp if line[9] in own and line[3] == "0A"]
 
 
 def test_values_are_compared_pulled_and_pushed(two):
