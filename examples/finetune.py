@@ -116,10 +116,11 @@ context, why = min(
 num_cut = sum(len(tokens) > context for tokens, _ in pairs)
 pairs = [(tokens[:context], labels if classes else labels[:context]) for tokens, labels in pairs]
 pairs = [pair for pair in pairs if set(pair[1]) != {IGNORED}]  # of which only the prompt is left
+num_empty = len(rows) - len(pairs)
 lr = args.lr or (2e-4 if args.lora else 2e-5)
 notes = [
     f"context {context} tokens: {why}; {num_cut} of {len(rows)} pairs were cut at it",
-    f"{len(rows) - len(pairs)} pairs were left out: the cut left no token to learn",
+    *([f"{num_empty} pairs were left out: the cut left no token to learn"] if num_empty else []),
     f"lr {lr:g}; usual are 1e-5 to 5e-5 for full fine-tuning, 1e-4 to 3e-4 for LoRA",
 ]
 
