@@ -103,7 +103,8 @@ def _boxes(
             inner = (left + 0.04, y + 0.04), width - 0.08, 0.72
             axes.add_patch(plt.Rectangle(*inner, facecolor="none", edgecolor=NEW, lw=1.8))
         ink = "white" if sum(fill) < 1.6 else "black"
-        axes.text(middle, y + 0.4, letters, ha="center", va="center", fontsize=8.5, color=ink)
+        size = min(8.5, 44 * width / max(len(letters), 1))  # points, so that the letters fit
+        axes.text(middle, y + 0.4, letters, ha="center", va="center", fontsize=size, color=ink)
 
 
 def sum_trees(num_micro_batches: int, world_sizes: Sequence[int]) -> None:

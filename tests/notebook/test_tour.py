@@ -22,6 +22,7 @@ def execute():
     return module.execute
 
 
+@pytest.mark.timeout(300)  # 10 to 20 s each on two cores that do nothing else
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 @pytest.mark.filterwarnings("ignore")
 def test_a_notebook_runs_from_top_to_bottom(execute, path, tmp_path, monkeypatch):
