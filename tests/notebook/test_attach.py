@@ -46,7 +46,7 @@ def test_ranks_steps_and_times_of_a_run_and_the_process_that_replaced_a_killed_o
     assert before.startswith(f"run    {path}: running\nnote   the run is still going: 3 of 5 steps so far")
     line = SCRIPT[: SCRIPT.index("# LINE")].count("\n") + 1
     assert before.count(f"train.py:{line} <module>") == 2
-    assert re.search(r"step   2  norm .* ms \(\d+ communicating", before)
+    assert re.search(r"step   2  norm .* ms \(\d+ exposed", before)
     assert "time   " in before
     assert ranks_in(after)[0] == old[0]
     assert ranks_in(after)[1] != old[1]
