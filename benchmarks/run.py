@@ -119,6 +119,7 @@ EXPERIMENTS = (
     Experiment("advice/account", ("timeline", *EXCHANGE), 2),
     Experiment("advice/cost", ("timeline", *EXCHANGE), 5),
     Experiment("loader/run", ("data", "rng"), 2),
+    Experiment("notebook/run", ("notebook", "launch"), 10),
     Experiment("gpu/run", (*EXCHANGE, *RUN), 9, ("results.jsonl",), ("--device", "cuda:0"), gpu=True),
 )
 
