@@ -61,9 +61,8 @@ def compare(
     ours = [piece.gradient() for piece in pieces]
     totals: list[Tensor | None] = [None] * len(pieces)
     norms, total_weight = [0.0] * len(pieces), 0
-    for name, compute in parts:
-        what = f"computing the gradient of {name} again"
-        weight, gradients = all_or_none(group, what, compute, errors=ERRORS)
+    for _, compute in parts:  # each pipeline has its own
+        weight, gradients = all_or_none(group, "computing gradients again", compute, errors=ERRORS)
         total_weight += weight
         for i, piece in enumerate(pieces):
             gradient = gradients[piece.position]
