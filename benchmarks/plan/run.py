@@ -75,16 +75,16 @@ def main() -> int:
                 found[name].append(vars(compared))
                 print(f"round {number}, {name}: {compared.words()}", flush=True)
             found[SERVER].append(serve(base, wanted.steps))
-    prepare(wanted.out, HERE)
-    results = {
-        "minutes": (time.monotonic() - began) / 60,
-        "model": MODEL,
-        "steps": wanted.steps,
-        "found": found,
-    }
-    save(wanted.out / "results.json", results, pages, HERE, COMMAND)
-    draw(rows_of(found), wanted.out / "chart.png")
+        write(found, wanted.steps, (time.monotonic() - began) / 60, wanted.out)
     return 0
+
+
+def write(found: Mapping[str, Sequence[Mapping[str, Any]]], steps: int, minutes: float, folder: Path) -> None:
+    """Results of the rounds so far, their table and chart."""
+    prepare(folder, HERE)
+    results = {"minutes": minutes, "model": MODEL, "steps": steps, "found": found}
+    save(folder / "results.json", results, pages, HERE, COMMAND)
+    draw(rows_of(found), folder / "chart.png")
 
 
 def run(flags: str, folder: Path, steps: int) -> RunFigures:
