@@ -155,7 +155,10 @@ class RankMagics(Magics):
             return [f"%%rank {found[1].strip()}\n", *lines[1:]]
         first = next((i for i, line in enumerate(lines) if not _is_of_kernel(line)), len(lines))
         rest = "".join(lines[first:])
-        if self.ranks is None or not rest.strip() or any(line.startswith("%%") for line in lines[:first]):
+        magics = [line.split()[0] for line in lines[:first] if line.strip()]
+        has_ranks = self.ranks is not None or "%dist_init" in magics  # once the lines above the rest have run
+        stays = "%dist_shutdown" in magics or any(word.startswith("%%") for word in magics)
+        if not rest.strip() or not has_ranks or stays:
             return lines
         if "get_ipython()." in rest[:40] or rest.rstrip().endswith("?"):
             return lines

@@ -53,6 +53,12 @@ def test_cells_go_to_all_ranks_some_ranks_or_the_kernel(notebook):
     assert "[0-1] 6" in notebook("%%time\nsum([1, 2, 3])")
 
 
+def test_the_rest_of_a_cell_runs_where_its_magics_leave_it(notebook):
+    assert "kernel" in notebook("%dist_shutdown\nprint('kernel')")
+    assert notebook.error is None
+    assert "[0-2] 3" in notebook("%dist_init -n 3\nworld_size")
+
+
 def test_a_cell_that_an_editor_executes_unseen_stays_in_the_kernel(notebook):
     notebook.shell.run_cell("unseen = 1", store_history=False)
     assert notebook.shell.user_ns["unseen"] == 1
