@@ -95,7 +95,7 @@ BUDGET = {
     "run": 5185,
     "shard": 4190,
     "shm": 2040,
-    "state": 2220,
+    "state": 2265,
     "step": 2735,
     "tensor": 1070,
     "timeline": 4882,
