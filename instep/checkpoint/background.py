@@ -94,7 +94,7 @@ class Saver:
         directory, step = Path(directory), draft.step
         if state.group.size > 1:
             self._enter("gather")
-        plan = saving.plan(state, directory / files.step_name(step), frozen)
+        plan = saving.plan(state, directory / files.step_name(step), frozen, self._beat)
         final = plan.completed(draft)
         final = replace(final, extra=_frozen(final.extra))
         if plan.exists and saving.already_saved(directory, final, plan, keep, state.group, self._beat):

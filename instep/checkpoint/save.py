@@ -134,7 +134,7 @@ class Plan:
     by_rank: tuple[tuple[Shard, ...], ...]
     shards: tuple[Shard, ...]
     table: HashTable
-    runs: tuple[Shard, ...]  # runs of blocks that the shards cut, in memory of their own
+    of_cut: bytes  # the digests of the blocks that shards cut
     options: Json
     ties: dict[str, str]
     left_out: tuple[str, ...]  # frozen parameters, of which only the hashes are written
@@ -182,11 +182,11 @@ class Plan:
         """``draft`` with what of the optimizer is no tensor."""
         return replace(draft, extra={**draft.extra, "optimizer": self.options})
 
-    @property
-    def hashed(self) -> list[Shard]:
-        """The shards whose blocks this rank hashes."""
-        known = {x.name: x for x in (*self.shards, *self.runs)}
-        return [known[x.name] for x in self.table.hashed[self.rank]]
+    def digests(self, beat: Callable[[], None]) -> bytes:
+        """Those of the blocks that this rank hashes."""
+        known, table = {x.name: x for x in self.shards}, self.table
+        own = (known[x.name] for x in table.hashed[self.rank] if x.name not in table.cut)
+        return own_digests(own, beat) + self.of_cut
 
 
 def file_of(kind: str, rank: int, num_ranks: int) -> str:
@@ -195,7 +195,7 @@ def file_of(kind: str, rank: int, num_ranks: int) -> str:
     return f"{name}.safetensors" if num_ranks == 1 else f"{name}-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
-def plan(state: State, path: Path, frozen: bool = True) -> Plan:
+def plan(state: State, path: Path, frozen: bool = True, beat: Callable[[], None] = lambda: None) -> Plan:
     """Compare what the ranks have, which is to become ``path``. Collective over ``state.group``.
 
     Without ``frozen``, parameters that are frozen on all of them are left out.
@@ -231,7 +231,7 @@ def plan(state: State, path: Path, frozen: bool = True) -> Plan:
         by_rank=by_rank,
         shards=tuple(own),
         table=table,
-        runs=tuple(x for x in table.complete(group, own) if x.name in table.cut),
+        of_cut=own_digests((x for x in table.complete(group, own) if x.name in table.cut), beat),
         options=merged([body["options"] for body in bodies]),
         ties=dict(state.ties()),
         left_out=tuple(x for x in bodies[0]["frozen"] if x in everywhere),
@@ -335,7 +335,7 @@ def already_saved(
     _, everyone = all_tell(
         group,
         "the hash of what was saved before",
-        lambda: own_digests(plan.hashed, beat),
+        lambda: plan.digests(beat),
         bytes,
         errors=(CheckpointRejected,),
         limit=MESSAGE_BYTES,
@@ -384,7 +384,7 @@ def _write(path: Path, plan: Plan, wait: Wait) -> tuple[dict[str, FileRecord], b
             file = path / file_of(kind, plan.rank, plan.num_ranks)
             tensors.write(file, named)
             records[file.name] = FileRecord(file.stat().st_size, files.sha256(file))
-    return records, own_digests(plan.hashed, wait.beat)
+    return records, plan.digests(wait.beat)
 
 
 def _write_and_say(path: Path, plan: Plan, wait: Wait) -> None:

@@ -29,6 +29,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from instep.errors import CheckpointRejected
 from instep.memory import as_bytes
 from instep.net.process_group import Group
 from instep.reduce.blocks import BLOCK_ELEMENTS
-from instep.state.shards import Shard, numbers
+from instep.state.shards import Shard, put_box
 from instep.state.stored import assemble, shards_from_json, shards_to_json
 
 Described = tuple[str, str, Sequence[int], bytes]
@@ -53,6 +54,7 @@ TABLE = "the table of who holds what of the state"
 CUT_BLOCKS = "the exchange of blocks that shards cut"
 HASHES = "the exchange of hashes of the state"
 LIMIT_BYTES = 1 << 30
+ROUND_BYTES = 4 << 20  # of elements of cut blocks that a rank receives at once
 
 
 def canonical_bytes(x: Tensor) -> memoryview:
@@ -114,70 +116,89 @@ class HashTable:
         ranks: Sequence[int] = (),
         error: type[Exception] = CheckpointRejected,
     ) -> None:
-        self._held = [[x for x in shards if x.order is not None] for shards in by_rank]
+        self._held = [{x.name: x for x in shards if x.order is not None} for shards in by_rank]
         places = (f"rank {rank}" for rank in ranks or range(len(by_rank)))
-        self._tensors = assemble(dict(zip(places, self._held, strict=True)), error)
+        held = {place: [*its.values()] for place, its in zip(places, self._held, strict=True)}
+        self._tensors = assemble(held, error)
         self._numbers, before = dict[str, int](), 0  # of each tensor's first block, among all
         for name, stored in self._tensors.items():
             self._numbers[name], before = before, before - -stored.numel // BLOCK_ELEMENTS
-        self.cut = {x.name for shards in self._held for x in shards if x.cuts_blocks}
-        holders = {
-            name: [rank for rank, shards in enumerate(self._held) if any(x.name == name for x in shards)]
-            for name in self.cut
-        }
+        cut = {x.name for its in self._held for x in its.values() if x.cuts_blocks}
+        self.cut = {name: self._runs(name) for name in self._tensors if name in cut}  # by name, by rank
         self.hashed = [
-            [y for x in shards if (y := self._run(x, rank, holders)) is not None]
-            for rank, shards in enumerate(self._held)
+            [x for x in its.values() if x.name not in cut]
+            + [runs[rank] for runs in self.cut.values() if runs[rank].first < runs[rank].last]
+            for rank, its in enumerate(self._held)
         ]
 
-    def _run(self, x: Shard, rank: int, holders: dict[str, list[int]]) -> Shard | None:
-        """The run of blocks of the tensor of ``x`` that ``rank`` hashes."""
-        if x.name not in self.cut:
-            return x
-        i, num, numel = holders[x.name].index(rank), len(holders[x.name]), math.prod(x.shape)
-        count = -(-numel // BLOCK_ELEMENTS)
-        first, last = (min(j * count // num * BLOCK_ELEMENTS, numel) for j in (i, i + 1))
-        return x._replace(first=first, last=last, box=None) if first < last else None
+    def _runs(self, name: str) -> list[Shard]:
+        """The run of blocks of a cut tensor that each rank hashes, perhaps none."""
+        holders = [name in its for its in self._held]
+        x = next(its[name] for its in self._held if name in its)
+        numel = math.prod(x.shape)
+        count, edges = -(-numel // BLOCK_ELEMENTS), [0, *accumulate(holders)]
+        ends = [min(edge * count // edges[-1] * BLOCK_ELEMENTS, numel) for edge in edges]
+        return [x._replace(first=first, last=last, box=None) for first, last in pairwise(ends)]
 
     def complete(
-        self, group: Group, own: Sequence[Shard], ranges: Ranges = lambda x: [(x.first, x.last)]
-    ) -> list[Shard]:
-        """The shards that this rank hashes, with values. Collective if shards cut blocks.
+        self, group: Group, own: Iterable[Shard], ranges: Ranges = lambda x: [(x.first, x.last)]
+    ) -> Iterator[Shard]:
+        """The shards that this rank hashes, with values, those of cut tensors in pieces. Collective if shards
+        cut blocks, until the last one.
 
-        For cut tensors only the elements in ``ranges`` of the whole tensor are exchanged.
+        Of cut tensors only ``ranges`` of the whole tensor are exchanged, about ``ROUND_BYTES`` per rank at a
+        time: this is the memory that an exchange takes, however large the state is.
         """
         known = {x.name: x for x in own}
-        if not self.cut:
-            return [known[x.name] for x in self.hashed[group.rank]]
-        runs = [[x for x in shards if x.name in self.cut] for shards in self.hashed]
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        sent = [nothing]
-        for theirs in runs:
-            of = [(known[x.name], ends) for x in theirs if x.name in known for ends in ranges(x)]
-            parts = [as_bytes(x.part(*x.within(*ends)).tensor).cpu() for x, ends in of]
-            sent.append(torch.cat([nothing, *parts]))
-        come: list[tuple[Shard, Tensor]] = []  # runs, and which of their elements come, from rank to rank
-        lengths = []
+        yield from (known[x.name] for x in self.hashed[group.rank] if x.name not in self.cut)
+        for pieces in self._rounds(ranges):
+            yield from self._completed(group, known, pieces)
+
+    def _rounds(self, ranges: Ranges) -> Iterator[list[list[Shard]]]:
+        """The pieces that each rank hashes after each exchange; all ranks find the same."""
+        pieces: list[list[Shard]] = [[] for _ in self._held]
+        num_bytes = 0
+        for runs in self.cut.values():
+            for at_once in zip_longest(*(_pieces(x, ranges) for x in runs)):
+                for its, x in zip(pieces, at_once, strict=True):
+                    if x is not None:
+                        its.append(x)
+                        num_bytes += (x.last - x.first) * x.dtype.itemsize
+                if num_bytes >= ROUND_BYTES * len(pieces):
+                    yield pieces
+                    pieces, num_bytes = [[] for _ in pieces], 0
+        if num_bytes:
+            yield pieces
+
+    def _completed(
+        self, group: Group, own: dict[str, Shard], pieces: Sequence[Sequence[Shard]]
+    ) -> Iterator[Shard]:
+        """This rank's ``pieces`` with values, from what ranks have ``own``. Collective."""
+        sent = [torch.empty(0, dtype=torch.uint8, device="cpu")]
+        to, source = [], []
+        for theirs in pieces:
+            of = [(own[x.name], x) for x in theirs if x.name in own]
+            parts = [as_bytes(has.part(*has.within(x.first, x.last)).tensor).cpu() for has, x in of]
+            sent += parts
+            to.append(sum(map(len, parts)))
+        come = []  # what of each piece comes from a rank, from rank to rank
         for held in self._held:
-            its = {x.name: x for x in held}
-            of = [
-                (x, its[x.name].within(*ends))
-                for x in runs[group.rank]
-                if x.name in its
-                for ends in ranges(x)
-            ]
-            lengths.append(sum((end - begin) * x.dtype.itemsize for x, (begin, end) in of))
-            come += [(x, numbers(x.shape, its[x.name].box, *ends) - x.first) for x, ends in of]
-        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        group.all_to_all(out, torch.cat(sent), lengths, [len(part) for part in sent[1:]], CUT_BLOCKS)
-        for x in runs[group.rank]:
-            values = torch.zeros(x.last - x.first, dtype=x.dtype, device="cpu")
-            known[x.name] = x._replace(tensor=values)
-        parts = list(out.split([len(at) * x.dtype.itemsize for x, at in come]))
-        for (x, at), data in zip(come, parts, strict=True):
-            width = x.dtype.itemsize  # bytes, because not all dtypes can be indexed
-            known[x.name].tensor.view(torch.uint8).view(-1, width)[at] = data.view(-1, width)
-        return [known[x.name] for x in self.hashed[group.rank]]
+            of = [(held[x.name], x) for x in pieces[group.rank] if x.name in held]
+            its = [(x, has.box, *has.within(x.first, x.last)) for has, x in of]
+            source.append(sum((end - begin) * x.dtype.itemsize for x, _, begin, end in its))
+            come += its
+        out = torch.empty(sum(source), dtype=torch.uint8, device="cpu")
+        group.all_to_all(out, torch.cat(sent), source, to, CUT_BLOCKS)
+        del sent
+        whole = [
+            x._replace(tensor=torch.empty(x.last - x.first, dtype=x.dtype, device="cpu"))
+            for x in pieces[group.rank]
+        ]
+        tensors = {(x.name, x.first): x.tensor for x in whole}
+        parts = out.split([(end - begin) * x.dtype.itemsize for x, _, begin, end in come])
+        for (x, box, begin, end), data in zip(come, parts, strict=True):
+            put_box(tensors[x.name, x.first], x.first, data, x.shape, box, begin, end)
+        yield from whole
 
     def digests(self, told: Sequence[bytes], step: int) -> tuple[str, dict[str, str]]:
         """``state_digests`` of the state, from the ``own_digests`` of each rank."""
@@ -250,7 +271,7 @@ class SharedHash:
         Only these blocks are read (of a tensor that is not contiguous, their rows).
         """
 
-        def own(mine: Sequence[Shard]) -> bytes:
+        def own(mine: Iterable[Shard]) -> bytes:
             return "".join(_crc(x, ends) for x in mine for ends in ranges(x)).encode()
 
         def ranges(x: Shard) -> Iterator[tuple[int, int]]:
@@ -263,7 +284,7 @@ class SharedHash:
     def _exchange(
         self,
         owned: Sequence[Shard],
-        own: Callable[[Sequence[Shard]], bytes],
+        own: Callable[[Iterable[Shard]], bytes],
         ranges: Ranges = lambda x: [(x.first, x.last)],
     ) -> list[bytes]:
         """``own(shards it hashes)`` of every rank, after rebuilding an outdated table."""
@@ -289,6 +310,14 @@ class SharedHash:
 def own_digests(hashed: Iterable[Shard], beat: Callable[[], None] = lambda: None) -> bytes:
     """The concatenated digests of all blocks of ``hashed``."""
     return b"".join(block_digests(x.tensor, beat) for x in hashed)
+
+
+def _pieces(x: Shard, ranges: Ranges) -> Iterator[Shard]:
+    """The elements of a run that are in ``ranges``, at most ``ROUND_BYTES`` in each piece."""
+    length = ROUND_BYTES // x.dtype.itemsize // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+    for begin, end in ranges(x) if x.first < x.last else ():
+        for first in range(begin, end, length):
+            yield x._replace(first=first, last=min(first + length, end))
 
 
 def bare(name: str) -> str:

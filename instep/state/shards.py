@@ -188,6 +188,20 @@ def put_elements(x: Tensor, start: int, values: Tensor) -> None:
         part.copy_(own.view(part.shape))
 
 
+def put_box(
+    out: Tensor, first: int, data: Tensor, shape: Shape, box: Box | None, begin: int, end: int
+) -> None:
+    """Write ``data``, the bytes of elements ``begin`` to ``end`` of ``box``, to ``out``, flat elements of the
+    whole tensor from ``first`` on."""
+    whole = torch.empty(shape if box is None else grid(shape, box), device="meta")
+    parts = list(_parts(whole if box is None else in_box(whole, box), begin, end))
+    width, flat = out.itemsize, out.view(torch.uint8)
+    for part, own in zip(parts, data.split([part.numel() * width for part in parts]), strict=True):
+        strides = *(stride * width for stride in part.stride()), 1
+        place = flat.as_strided((*part.shape, width), strides, (part.storage_offset() - first) * width)
+        place.copy_(own.view(place.shape))
+
+
 def _parts(x: Tensor, start: int, stop: int) -> Iterator[Tensor]:
     """Views of ``x`` that hold the elements ``start`` to ``stop``, in logical order: a few per dim.
 

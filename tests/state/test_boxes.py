@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import instep
 from instep.checkpoint.registered import Registered
 from instep.mesh.mesh import Mesh
 from instep.state.boxes import Cut, divide
-from instep.state.hash import SharedHash
+from instep.state.hash import ROUND_BYTES, SharedHash
 from instep.state.homes import home
 from instep.state.shards import grid
 from tests.parity import filled
@@ -138,3 +142,38 @@ def divided_twice(mesh: Mesh) -> None:
         divide(sharded, mesh, CUTS)
     with torch.device("meta"), pytest.raises(ValueError, match="'experts' is on the meta device"):
         divide(Parts(), mesh, CUTS)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that the tensors created inside take at one moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and not x.is_meta and x.untyped_storage()._cdata not in inside:
+                nbytes = x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self.add, -nbytes)
+                self.add(nbytes)
+        return made
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+@world(2, tp=2)
+def test_the_hash_of_a_large_cut_tensor_takes_the_memory_of_one_round(mesh: Mesh) -> None:
+    """An exchange of the whole state took three times the memory of the state, and training with tp=2 more
+    than without."""
+    module = nn.Linear(4096, 4096)
+    cut = Cut("tp", dim=1, unit=4)
+    divide(module, mesh, {"weight": cut})
+    state = Registered({"model": module}).state()
+    with PeakBytes() as peak:
+        SharedHash(state.group).digests(state.owned(), 0)
+    assert 0 < peak.most < 5 * ROUND_BYTES < module.weight.nbytes
