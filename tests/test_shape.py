@@ -94,13 +94,8 @@ BUDGET = {
     "rng": 405,
     "run": 5180,
     "shard": 4190,
-<<<<<<< HEAD
-    "shm": 2030,
-    "state": 2220,
-=======
     "shm": 2030,
     "state": 2265,
->>>>>>> tpmem
     "step": 2735,
     "tensor": 1070,
     "timeline": 4910,
