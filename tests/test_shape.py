@@ -70,7 +70,7 @@ PURE = [
 # Lines of the Python files of each folder, docstrings included. They only shrink, or a capability was added.
 BUDGET = {
     "": 995,
-    "bench": 5870,
+    "bench": 5865,
     "checkpoint": 4090,
     "cli": 1410,
     "comm": 1070,
@@ -86,9 +86,9 @@ BUDGET = {
     "nn": 930,
     "notebook": 1370,
     "pipeline": 4180,
-    "plan": 2195,
+    "plan": 2200,
     "recipes": 965,
-    "record": 1845,
+    "record": 1840,
     "reduce": 2740,
     "replicate": 1835,
     "rng": 405,
@@ -98,7 +98,7 @@ BUDGET = {
     "state": 2265,
     "step": 2735,
     "tensor": 1070,
-    "timeline": 4910,
+    "timeline": 4915,
     "verify": 755,
 }
 MAX_FILE_LINES = 800

@@ -1,8 +1,8 @@
 """What an exchange costs: measured alone, by the size of a bucket, and the steps that this predicts.
 
-The samples are exchanges of ``DataParallel`` itself, one parameter of each size, while nothing is computed. A
-step's exchanges meet computation, which takes processor time from them, and they from it: that is predicted
-(``timeline.predict.HidingCost``), and the processor time of an exchange is measured with it.
+The samples are exchanges of ``DataParallel`` itself, one parameter of each size, while nothing is computed.
+In a step, exchanges and computation compete for the processor. ``timeline.predict.HidingCost`` predicts what
+that costs from the processor time of an exchange, which is measured here as well.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from instep.bench.worlds import FEWEST_SAMPLES, World, slowest_rank
 from instep.comm.cost import AlphaBeta, busy_share, fit
 from instep.net.device import synchronize
 from instep.replicate.wrapper import DataParallel
-from instep.timeline.predict import HidingCost, even_backward
+from instep.timeline.predict import OVERLAPPING, HidingCost, even_backward
 
 # The smallest are sent in one message, and a link lets the beginning of any message pass at once (``hosts``):
 # most sizes are some megabytes, as buckets are.
 SIZES = (4_000, 64_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000, 16_000_000, 32_000_000)
 BUDGET_S = 15.0
-OVERLAPPING = ("overlap", "bucketed", "DDP")
 
 Samples = Mapping[str, Sequence[Sequence[float]]]
 """By size in bytes: seconds of exchanges on this rank, and of its processor in each."""
@@ -35,7 +34,7 @@ Samples = Mapping[str, Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Seconds of one bucket's exchange, of them on a rank's processor, and how much of those is missed.
+    """The cost of one bucket's exchange: ``flight`` is elapsed time, ``work`` processor time of a rank.
 
     ``busy``: the share of the ranks' exchanges that find no idle core while all ranks compute.
     """
@@ -71,7 +70,7 @@ class ExchangeCost:
         """
         if strategy == "server":
             return forward_s + backward_s + self.flight.time_s(self.num_ranks * sum(sizes))
-        outcome = even_backward(sizes, backward_s, self.flight, overlaps=strategy in OVERLAPPING)
+        outcome = even_backward(sizes, backward_s, self.flight, overlaps=strategy in (*OVERLAPPING, "DDP"))
         hiding = HidingCost(self.busy, self.work.s_per_byte * sum(sizes), self.work.latency_s)
         return forward_s + backward_s + outcome.exposed_s + hiding.cost_s(outcome)
 

@@ -89,15 +89,13 @@ class SearchFlags(PrintFlags, SearchPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckFlags:
+class CheckFlags(PrintFlags):
     """Runs that have ended, and the one that calibrates their plans."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directories of runs."""
     base: Path | None = None
     """Calibrate by this run; without it each run calibrates its own plan."""
-    json: bool = False
-    """Print all numbers as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +134,7 @@ WORDS = {
     "search": (SearchFlags, search),
     BUCKETS: (ModelBucketsFlags, step_table),
 }
+ALL_WORDS = (*WORDS, FIT, CHECK)
 
 
 def main(args: Sequence[str]) -> int:
@@ -143,10 +142,10 @@ def main(args: Sequence[str]) -> int:
     try:
         word, rest = (args[0], list(args[1:])) if args else ("--help", [])
         if word in ("-h", "--help"):
-            print(f"usage: {PROGRAM} {{{','.join((*WORDS, FIT, CHECK))}}} [OPTIONS]\n\n{DESCRIPTION}")
+            print(f"usage: {PROGRAM} {{{','.join(ALL_WORDS)}}} [OPTIONS]\n\n{DESCRIPTION}")
             return DONE
-        if word not in (*WORDS, FIT, CHECK):
-            raise ValueError(f"expected one of {', '.join((*WORDS, FIT, CHECK))}, got {word!r}")
+        if word not in ALL_WORDS:
+            raise ValueError(f"expected one of {', '.join(ALL_WORDS)}, got {word!r}")
         if word == FIT:
             return fit_run(rest)
         if word == CHECK:
@@ -223,7 +222,7 @@ def check_runs(args: Sequence[str]) -> int:
 
 
 def figures_of(path: Path) -> run_check.RunFigures:
-    """What the run in ``path`` tells.
+    """The figures of the run in ``path``.
 
     Raises:
         ValueError: it is no run that has ended, or no step of it was looked at.

@@ -17,7 +17,6 @@ from instep.record.jsonl import read_last_lines
 from instep.record.report_data import report_data
 from instep.record.status import workers
 from instep.record.step_lines import FIGURES, PER_S, Made, of_script
-from instep.timeline.analysis import summary_lines
 
 NUM_STEPS = 3  # the newest ones
 
@@ -42,7 +41,7 @@ def attached(path: Path) -> Iterator[str]:
         known = {name: line[name] for name in FIGURES if name in line}
         made = Made(**known, logged={name: x for name, x in line.items() if name.endswith(PER_S)})
         yield f"{'step':<7}{line['step']}  {step_figures(made, of_script(line), None)}"
-    for label, text in summary_lines(insight.breakdowns, insight.slow, insight.advice, insight.pipeline):
+    for label, text in insight.lines():
         yield f"{label:<7}{text}"
     if not pids and "state_sha256" in run["summary"]:
         yield f"{'state':<7}{run['summary']['steps']} steps, sha256 {run['summary']['state_sha256']}"

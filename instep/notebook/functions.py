@@ -1,4 +1,4 @@
-"""``launch``: a function of a notebook, executed once, on ranks that live for as long.
+"""``launch`` executes a function of a notebook once, on ranks that end with it.
 
 A function of a cell has no file that a rank could import. Ranks get its source, and what the source names:
 functions and classes of cells as source, modules and their contents as imports, tensors and data as copies.

@@ -22,7 +22,7 @@ from IPython.display import Image, display
 from instep.notebook.attach import attached
 from instep.notebook.folding import parse_ranks
 from instep.notebook.ranks import Ranks, prepare
-from instep.timeline.analysis import analyse, summary_lines
+from instep.timeline.analysis import analyse
 from instep.timeline.step_chart import step_chart
 from instep.timeline.style import png_of
 from instep.timeline.trace_files import FOLDER, read_traces
@@ -144,7 +144,7 @@ class RankMagics(Magics):
             last = traces.steps[-1]
             display(Image(png_of(step_chart(traces.timeline(last), step=last))))
             found = analyse(traces)
-        for label, text in summary_lines(found.breakdowns, found.slow, found.advice, found.pipeline):
+        for label, text in found.lines():
             print(f"{label:<7}{text}")
 
     def to_ranks(self, lines: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ from instep.plan.model import gpt
 from instep.plan.step_time import TimePlan, step, step_s, update_bytes
 from instep.timeline.breakdown import COMPUTE, UPDATE, RankBreakdown
 from instep.timeline.bucket_times import BucketRow
-from instep.timeline.predict import exposed_s, fit_buckets
+from instep.timeline.predict import OVERLAPPING, exposed_s, fit_buckets
 
 RUN_MB = 335  # of a process of ``instep train`` whose model is next to nothing; measured, torch 2.13 for CPUs
 MODELLED = (GRADIENT_SYNC, PARAMETER_UPDATE, PARAMETER_GATHER)
@@ -56,6 +56,11 @@ class RunFigures:
         return fmean(
             row.wall_s - sum(row.hosts.get(name, 0.0) for name in BETWEEN_STEPS) for row in self.breakdowns
         )
+
+    @property
+    def sent(self) -> list[BucketRow]:
+        """The buckets that took time: none on one rank."""
+        return [row for row in self.buckets if row.flight_ms > 0]
 
     def waited_s(self, *causes: str) -> float:
         """Exposed communication of these causes."""
@@ -116,7 +121,7 @@ def run_figures(config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunFig
         plan = _plan(config, summary) if "model" in config else None
         if plan is not None and on_gpu:  # what torch has allocated: neither the context nor communicators
             plan = replace(plan, device=Device(context_mb=0, communicator_mb=0))
-        overlaps = summary["strategy"] in ("overlap", "bucketed")
+        overlaps = summary["strategy"] in OVERLAPPING
         hosts = len(summary.get("memory", {}).get("hosts", ())) or 1
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the summary is not that of a run: {error!r}") from None
@@ -175,7 +180,7 @@ def check(run: RunFigures, base: RunFigures | None = None) -> PlanCheck:
 
 def _exchange_s(run: RunFigures) -> float:
     """What a run's step waits for its own buckets, by their fitted cost."""
-    rows = [row for row in run.buckets if row.flight_ms > 0]
+    rows = run.sent
     if not rows:
         return run.waited_s(GRADIENT_SYNC)
     cost, ready = fit_buckets(rows), [max(row.ready_ms.values(), default=0.0) / 1e3 for row in rows]
@@ -197,10 +202,10 @@ def fitted(run: RunFigures) -> Cluster:
 
 
 def intervals(run: RunFigures) -> dict[str, tuple[float, float]]:
-    """95 % confidence intervals of the figures that ``fitted`` finds, where the run tells them.
+    """95 % confidence intervals of the figures of ``fitted``, by name, for which the run has enough data.
 
-    Of rates from quartiles over the steps, as the median of normal figures varies; of the link from the
-    residuals of the fit to its buckets.
+    Rates: from the quartiles over the steps, with the standard error of a normal sample's median. Link: from
+    the residuals of the fit to its buckets.
     """
     cluster, found = fitted(run), {}
     for name, part in (("tflops", COMPUTE), ("memory_gb_per_s", UPDATE)):
@@ -208,7 +213,7 @@ def intervals(run: RunFigures) -> dict[str, tuple[float, float]]:
         if seen:
             relative = fmean((x.median_s - x.low_s) / max(x.median_s, 1e-12) for x, _ in seen)
             found[name] = CONFIDENT * MEDIAN_ERROR * relative / math.sqrt(sum(steps for _, steps in seen))
-    rows = [row for row in run.buckets if row.flight_ms > 0]
+    rows = run.sent
     sizes, times_s = [row.bytes for row in rows], [row.flight_ms / 1e3 for row in rows]
     if len(set(sizes)) > 1 and len(rows) > 2:
         cost, error = fit_buckets(rows), standard_errors(sizes, times_s)
@@ -221,9 +226,9 @@ def intervals(run: RunFigures) -> dict[str, tuple[float, float]]:
 
 
 def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
-    """``plan`` on hardware as fast as that of ``base``, and the seconds of a step that it does not simulate.
+    """``plan`` on hardware as fast as that of ``base``, and the seconds per step that it does not simulate.
 
-    Those are Python's and the checks': in proportion to the micro-batches of a rank, or per step.
+    The latter are Python and checks: a part per micro-batch of a rank, and a part per step.
     """
     assert base.plan is not None
     seen, rows = base.plan, base.breakdowns
@@ -235,7 +240,7 @@ def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
         compute_s -= busy * fmean(row.hidden_s for row in rows)
     recomputed = seen.model.checkpoint
     operations = step_flops(seen.model, seen.tokens * seen.micro_batches, recomputed=recomputed)
-    link = _link(base)  # the only one that the run tells of: within a host, or between hosts
+    link = _link(base)  # a run measures one kind of link: within a host, or between hosts
     link_us, gb_per_s = link.latency_s * 1e6, 1e-9 / max(link.s_per_byte, 1e-15)
     cluster = Cluster(
         tflops=operations / compute_s / 1e12,
@@ -254,7 +259,7 @@ def calibrated(plan: TimePlan, base: RunFigures) -> tuple[TimePlan, float]:
 
 def _link(base: RunFigures) -> AlphaBeta:
     """A message between two ranks, from the cost of whole buckets; nothing on one rank."""
-    rows = [row for row in base.buckets if row.flight_ms > 0]
+    rows = base.sent
     assert base.plan is not None
     size = base.plan.parallel.data_ranks
     if not rows or size == 1:

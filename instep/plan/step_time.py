@@ -48,7 +48,7 @@ from instep.plan.cluster import (
 from instep.plan.memory_estimate import MIB, RECIPES, MemoryPlan, of_rank, stage_sizes
 from instep.plan.model import Weights, block, embedding, head
 from instep.timeline.bubbles import QUEUED, UPDATE, WAIT
-from instep.timeline.predict import pack
+from instep.timeline.predict import OVERLAPPING, pack
 
 NS = 1e9
 NODE_SHARE = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25}  # of the bytes of a bucket that travel
@@ -176,7 +176,7 @@ class _DataStep:
         self.shard = cluster.group(parallel, "shard")
         self.replicas = cluster.group(parallel, "dp")
         self.all = cluster.group(parallel, "dp", "shard")
-        self.overlaps = plan.strategy in ("overlap", "bucketed")
+        self.overlaps = plan.strategy in OVERLAPPING
         # By unit: the buckets that its backward completes, as (share of it that is done, bytes, number).
         self.buckets: dict[int, list[tuple[float, int, int]]] = {unit: [] for unit in range(len(self.units))}
         if parallel.stage < 2 and self.all.size > 1:

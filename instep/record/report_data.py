@@ -35,7 +35,6 @@ from instep.timeline.analysis import (
     bubble_of,
     formula_of,
     stage_slowness,
-    summary_lines,
 )
 from instep.timeline.breakdown import BUBBLE, PARTS, Parts, RankBreakdown
 from instep.timeline.bucket_times import BucketRow
@@ -68,7 +67,7 @@ def write_report(path: Path, out: Path | None, steps: Sequence[int], trace_steps
     yield f"{'run':<7}{printable(str(path))}: {data['run']['state']}"
     for note in data["run"]["notes"]:
         yield f"{'note':<7}{note}"
-    for label, text in summary_lines(insight.breakdowns, insight.slow, insight.advice, insight.pipeline):
+    for label, text in insight.lines():
         yield f"{label:<7}{text}"
     charts = _step_charts(tapes, insight, data)
     pictures = {"timeline": [(name, png_of(chart)) for name, chart in charts.items()], **_run_charts(data)}

@@ -38,7 +38,7 @@ from instep.run.script_training import ScriptTraining
 from instep.run.timing import LOOKED_AT, REMEMBERED
 from instep.run.writer import RunWriter, layout, trace_head
 from instep.timeline import trace_files
-from instep.timeline.analysis import Analysis, analyse, summary_lines
+from instep.timeline.analysis import Analysis, analyse
 from instep.timeline.breakdown import RankBreakdown
 
 
@@ -338,13 +338,9 @@ class Generation:
         first = self._begun["first_step"]
         figures = _summary(self.training, self.path, first, self._begun["restarts"], state)
         analysis = self._look([RankBreakdown.from_json(json.loads(each)) for each in told], first)
-        folder.end(self.path, {**figures, "memory": memory, **analysis.figures()})
-        shown = summary_lines(analysis.breakdowns, analysis.slow, analysis.advice, analysis.pipeline)
-        said = [
-            ("memory", words(memory)),
-            *shown,
-            *self._plan(figures | {"memory": memory} | analysis.figures()),
-        ]
+        found = {**figures, "memory": memory, **analysis.figures()}
+        folder.end(self.path, found)
+        said = [("memory", words(memory)), *analysis.lines(), *self._plan(found)]
         summary.show(figures, self.path, said, loss_unit=self.training.loss_unit)
 
     def _plan(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:

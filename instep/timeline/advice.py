@@ -41,6 +41,7 @@ from instep.timeline.bucket_times import BucketRow
 from instep.timeline.predict import (
     CAPS_MB,
     MEBIBYTE,
+    OVERLAPPING,
     SHM_TO_SOCKETS,
     ExchangeModel,
     ExchangeTimes,
@@ -485,7 +486,7 @@ class RunExchanges:
         if model.by_parameter:
             ways = [("naive", 0, model.sizes), *ways, ("overlap", 0, model.sizes)]
         for strategy, cap, sizes in ways + [("bucketed", cap, model.buckets_of(cap)) for cap in self.caps_mb]:
-            then = model.with_buckets(sizes, strategy in ("overlap", "bucketed"))
+            then = model.with_buckets(sizes, strategy in OVERLAPPING)
             if strategy != own or then.num_buckets != now.num_buckets:
                 step_s = run.step_s - self.gain_s(then)
                 yield BucketPlan(strategy, cap, then.num_buckets, then.exposed_s, step_s)

@@ -52,6 +52,10 @@ class Analysis:
     setting: RunSetting | None = None
     backward_s: float = 0.0  # median backward of a last micro-batch
 
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """``summary_lines`` of what was found."""
+        return summary_lines(self.breakdowns, self.slow, self.advice, self.pipeline)
+
     def figures(self) -> dict[str, Any]:
         """For ``summary.json``."""
         found: dict[str, Any] = {

@@ -33,6 +33,7 @@ MESSAGES = 3  # of an exchange: a header, slices there, slices back
 SHM_LATENCY_S = 1e-4  # two meetings of all ranks
 SHM_TO_SOCKETS = 1 / 3  # of the time per bucket that is not for bytes: waking up and Python remain
 SHM_BYTES = 2  # moved in memory per byte of a bucket and rank: read and written once
+OVERLAPPING = ("overlap", "bucketed")  # strategies that send while backward runs
 SAME = 2  # sizes within this factor do not tell latency from bandwidth
 
 
@@ -156,7 +157,7 @@ class ExchangeModel:
         self.cost = AlphaBeta(flown.latency_s + pause_s, flown.s_per_byte)
         self.bytes = sum(self.sizes)
         self.backward_s = backward_s
-        self.overlaps = strategy in ("overlap", "bucketed")
+        self.overlaps = strategy in OVERLAPPING
         self.by_parameter = strategy in ("naive", "overlap")  # each bucket is one
         self.cap_mb = cap_mb
         self._ready_s = [max(row.ready_ms.values()) / 1e3 for row in rows]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from instep.timeline.predict import OVERLAPPING
+
 MOST = 1 << 40  # of anything that a setting counts
 
 
@@ -37,7 +39,7 @@ class RunSetting:
 
     @property
     def overlaps(self) -> bool:
-        return self.strategy in ("overlap", "bucketed")
+        return self.strategy in OVERLAPPING
 
 
 def setting_of(found: Any) -> RunSetting | None:

@@ -27,7 +27,7 @@ from instep.events import Recorder, Timeline
 from instep.net.process_group import Group
 from instep.ring_buffer import read_head
 from instep.timeline import trace_files
-from instep.timeline.analysis import Analysis, analyse, summary_lines
+from instep.timeline.analysis import Analysis, analyse
 from instep.timeline.breakdown import breakdown, parts, slowdown
 from instep.timeline.run_setting import RunSetting
 
@@ -126,11 +126,7 @@ class TraceSession:
         return Analysis({rank: rows}, [mine], [], None, [])
 
     def __str__(self) -> str:
-        found = self.analysis()
-        said = [
-            f"{label:<7}{text}"
-            for label, text in summary_lines(found.breakdowns, found.slow, found.advice, found.pipeline)
-        ]
+        said = [f"{label:<7}{text}" for label, text in self.analysis().lines()]
         return "\n".join(said or ["no step has ended"])
 
 
