@@ -161,5 +161,5 @@ def draw(results: Mapping[str, Any], path: str | Path) -> list[Path]:
         subtitle=f"{Workload(**results['workload']).text}; {place_of(results)}, on "
         f"{tables.machine(results['backend'])}; median of {results['samples']} steps, band: quartiles; "
         "model: alpha-beta, fitted in the same run. Best measured: "
-        f"{results['best_measured_mib']:g} MiB; by the model: {results['best_predicted_mib']:.3g} MiB",
+        f"{results['best_measured_mib']:g} MiB; by the model: {results['best_of_these_by_model_mib']:g} MiB",
     )

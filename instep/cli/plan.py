@@ -175,9 +175,9 @@ def fit_run(args: Sequence[str]) -> int:
         path = options.run or Path(folder, "run")
         if options.run is None:
             words = [*CALIBRATION.split(), "--run-dir", str(path), *args[own + 1 :]]
-            subprocess.run(
-                [sys.executable, "-m", "instep", "train", *words], stdout=subprocess.DEVNULL, check=True
-            )
+            command = [sys.executable, "-m", "instep", "train", *words]
+            if code := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+                return code  # it has said why
         run = figures_of(path)
     ranges = {
         name: f"  # 95 %: {low:.3g} to {high:.3g}" for name, (low, high) in run_check.intervals(run).items()

@@ -185,7 +185,8 @@ def test_without_a_run_fit_makes_one_and_removes_it(tmp_path, monkeypatch, capsy
     found = tomllib.loads(capsys.readouterr().out)["cluster"]
     assert min(found[name] for name in ("tflops", "memory_gb_per_s", "local_us", "local_gb_per_s")) > 0
     assert not list(tmp_path.glob("instep-*"))
-    assert main(["fit", "--", "--model.width", "-1"]) != DONE
+    assert main(["fit", "--", "--model.width", "-1"]) == USAGE
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_intervals_of_a_fit_have_the_truth_in_them_about_as_often_as_they_say() -> None:
